@@ -34,7 +34,7 @@ program=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin/$command
 [[ -x $program ]] && command=$program
 
 if ! command -v "$command" >/dev/null; then
-  echo "pipeline: no $command on $(hostname): put the commands that make it available into 'Your site' of sbatch/pipeline.sh" >&2
+  echo "pipeline: no $command on $(hostname): make it available in 'Your site' of sbatch/pipeline.sh" >&2
   echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
   exit 127
 fi

@@ -48,7 +48,7 @@ fi
 [[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
 
 if ! command -v "$command" >/dev/null; then
-  echo "ppo_32b: no $command on $(hostname): put the commands that make it available into 'Your site' of sbatch/ppo_32b.sh" >&2
+  echo "ppo_32b: no $command on $(hostname): make it available in 'Your site' of sbatch/ppo_32b.sh" >&2
   echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
   exit 127
 fi

@@ -176,7 +176,7 @@ def _leave(reason: str) -> None:
 
 
 def beat(late: float) -> None:
-    """Put off, with each heartbeat, the stacks that are written `late` seconds after the last one.
+    """Put off, at each heartbeat, the stacks: they are written once `late` seconds have passed without one.
 
     A process that has used up its address space ends here: a new thread without memory can run no Python code, and the
     thread that starts it waits for ever.

@@ -247,7 +247,7 @@ def _processes() -> Iterator[tuple[int, int, int, int]]:
 
 
 def _counted_too(kind: str, own_user: bool) -> int:
-    """Count the user's other threads, which the kernel counts with the sandbox's unless it has its own user or uids."""
+    """Count this user's threads outside of the sandbox where the kernel counts them against its limit; else 0."""
     version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
     if own_user or (kind == "bubblewrap" and version >= (5, 14)):
         return 0

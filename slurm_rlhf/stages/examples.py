@@ -64,7 +64,7 @@ class Examples(Record):
 
 
 class RefusedRows(DataError):
-    """Report rows that are no examples, one of each kind by name; `examples` are of the others."""
+    """Report rows that are not examples, naming one of each kind; `examples` holds the examples of the other rows."""
 
     def __init__(self, path: Path, examples: Examples) -> None:
         rows, self.examples = examples.refused, examples

@@ -130,7 +130,7 @@ class BucketPart:
     """Describe what one actor rank sends of a bucket."""
 
     owner: int  # rank in the group
-    index: int  # among the parts of the bucket
+    index: int  # its index among the parts of the bucket
     start: int  # bytes from the start of the bucket's buffer
     nbytes: int  # header and padding included, pieces apart not; a multiple of ALIGN
     pieces: tuple[Piece, ...]

@@ -43,7 +43,7 @@ class Disk:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:
-            # Once it is closed, other nodes see it (on NFS, too). Not flushed: it need not outlive a crash of this one.
+            # Other nodes see the file once it is closed (on NFS, too). No fsync: it need not survive a crash of the node.
             save_file({_KEY: buffer}, fresh)
             fresh.rename(path)
         except (OSError, SafetensorError) as error:
