@@ -43,7 +43,7 @@ class Disk:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:
-            # Other nodes see the file once it is closed (on NFS, too). No fsync: it need not survive a crash of the node.
+            # Other nodes see the file once it is closed (on NFS, too). No fsync: it need not survive a crash.
             save_file({_KEY: buffer}, fresh)
             fresh.rename(path)
         except (OSError, SafetensorError) as error:
