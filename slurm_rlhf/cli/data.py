@@ -70,7 +70,7 @@ def _lines(view: DataView, colour: bool) -> Iterator[str]:
         yield f"    {tokens}{' ...' if count < row.length else ''}"
 
 
-_SHARD = re.compile(r"^\d+$|-.*")  # what follows the split in the name of a file
+_SHARD = re.compile(r"^\d+$|-.*")  # the end of a file's name, after the split
 
 MODEL, DATA, KERNEL = "model", "data set", "kernel"
 FILES = {MODEL: WANTED_FILES, DATA: [f"*{suffix}" for suffix in FORMATS], KERNEL: ["*"]}

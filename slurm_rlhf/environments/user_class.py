@@ -78,7 +78,7 @@ class UserClass:
 
     def reset(self, start: Start) -> Any:
         """Call `reset` with the row as `row`, or with those of its columns that it names."""
-        self.call("__init__")  # which OpenRLHF allows to be a coroutine
+        self.call("__init__")  # by `call`: OpenRLHF allows a coroutine
         if "row" in inspect.signature(self.instance.reset).parameters:
             return self.call("reset", copy.deepcopy(start.row))
         return self.call("reset", **columns_of(self.instance.reset, start.row))

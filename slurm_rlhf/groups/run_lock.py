@@ -25,7 +25,7 @@ MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
+"""Errors of a file system without locks: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @contextlib.contextmanager

@@ -216,7 +216,7 @@ class Agent:
                 yield role, None, exit_text(code)
             elif process_state(process.pid).startswith("T"):
                 # torchrun serves the store of its ranks: without it those that start would wait for ever.
-                print(f"{self._node}: a signal has stopped the process of {role}: it goes on", flush=True)
+                print(f"{self._node}: a signal has stopped the process of {role}: SIGCONT lets it go on", flush=True)
                 process.send_signal(signal.SIGCONT)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)

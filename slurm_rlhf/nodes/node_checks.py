@@ -14,7 +14,7 @@ Facts = Mapping[str, NodeFacts]
 
 MIB = 1 << 20
 SHM_OF_A_RANK = 32 * MIB
-"""What NCCL takes of shared memory for a rank: buffers of some MiB for each neighbour."""
+"""Shared memory that NCCL takes for a rank: buffers of some MiB for each neighbour."""
 OTHER_FILES = 256
 FILES_OF_A_RANK = 8
 """Sockets of a rank to each other rank, in all groups; libraries and logs have the rest."""

@@ -160,7 +160,7 @@ class Conductor:
         try:
             self.reporting.failed(error)
         except OSError:  # the disk does not take the summary: `error` says so already
-            self.tell(f"{self.directory.summary} cannot be written, and tells nothing of this end")
+            self.tell(f"{self.directory.summary} cannot be written, so it does not say how the run ended")
         if isinstance(error, RunError | DiskError) and self.directory.root.is_dir():
             self.tell(way_on(self.directory.root, self.config.resume))
 

@@ -62,7 +62,7 @@ class StageTrainer(TrainedModel):
 
     def stops(self, record: StageRecord, signals: StopSignals) -> bool:
         """Tell whether any rank has got a signal to stop, or the file STOP_FILE is there. Collective."""
-        # Which rank has a signal first is chance: all of them stop at the same place.
+        # A signal may reach one rank first: all of them stop at the same place.
         asked = signals.reason is not None or (self.world.rank == 0 and record.asked)
         total = torch.tensor(float(asked), device=self.world.device)
         dist.all_reduce(total)
@@ -208,7 +208,7 @@ def _train(
         denominator = trainer.denominator(batch)
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
-        # Which rank has a signal first is chance: all of them stop after the same step.
+        # A signal may reach one rank first: all of them stop after the same step.
         asked = signals.reason is not None or (trainer.world.rank == 0 and record.asked)
         total = torch.tensor([*metrics.values(), float(asked)], dtype=torch.float32, device=trainer.world.device)
         dist.all_reduce(total)

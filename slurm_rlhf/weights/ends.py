@@ -30,7 +30,7 @@ from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, BucketPart, Span,
 from slurm_rlhf.weights.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
-"""What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
+"""Parameter -> the part that a rank holds: index of its first element in the flat parameter, and elements [n]."""
 
 
 class Sender:

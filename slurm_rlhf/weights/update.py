@@ -102,7 +102,7 @@ class _Deadline(threading.Timer):
 
     def _over(self, group: SyncGroup, version: int) -> None:
         group.late = True
-        group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
+        group.abort(f"policy version {version} did not reach all members in {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
 class _Messages:
