@@ -1,8 +1,7 @@
 """Process groups that no stranger enters: their stores, the proof of each pair of ranks, and what is unpickled in them.
 
-Torch's stores and gloo have no authentication. So each value in a store carries an HMAC made with the run's secret,
-gloo's ranks prove their identity to each other before a tensor travels, and collectives of objects unpickle only a few
-classes.
-Imported by `trainer`, `engine`, `weights` and `nodes`; may import `errors` and torch. All of it is in `_torch`,
-which also has the private names of torch that the weight transfer needs.
+Torch's stores and gloo know no password. So what ranks write into a store carries an HMAC of the run's secret, gloo's
+ranks prove themselves to each other before a tensor travels, and torch's collectives of objects admit a few classes.
+Imported by `trainer`, `engine`, `weights` and `nodes`; may import `errors` and torch. All of it is in
+`_torch`, which has the private names of torch that it needs, those of the weight transfer included.
 """

@@ -1,4 +1,4 @@
-"""Process groups, their store, proof of identity, unpickler, and shared GPU memory, written for torch 2.13.0.
+"""How process groups are made, their store, the proof, the unpickler, and shared GPU memory, written for torch 2.13.0.
 
 _C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
 _C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname, lazy_init)
@@ -37,7 +37,7 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 from slurm_rlhf.errors import StrangerError
 
 Transfer = Callable[[Tensor, int], Any]
-"""Begins to send bytes to a rank, or to receive them; returns an object whose `wait` blocks until that is done."""
+"""Begins to send bytes to a rank, or to receive them, and returns what waits for the end of it."""
 
 OWN_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -48,19 +48,19 @@ OWN_ERRORS = {
 switches off the library's watchdog thread, which would have the process's first group, the training's, dump its state
 and end the process, whatever ASYNC_ERROR_HANDLING says. Nothing here calls `wait` before an operation is over."""
 
-_BYTES = 32  # length of a random number, and of an HMAC
-_secret = b""  # set by `protect`; while it is empty anybody can sign and prove
-_held: list[SignedStore] = []  # keeps stores alive: a group holds only the C++ half, whose methods are in Python's
+_BYTES = 32  # length of a number, and of an HMAC
+_secret = b""  # without `protect` anybody can sign and prove
+_held: list[SignedStore] = []  # groups hold the C++ half of a store, whose methods are in the Python half
 
 
 def protect(secret: str) -> None:
-    """Set the secret of the run, which only its ranks have. Call it before the first group is made."""
+    """Take the secret of the run, which all of its ranks have and nobody else; it comes before the first group."""
     global _secret
     _secret = secret.encode()
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
-    """Connect to the store at `host:port`, without waiting for others. Raises DistStoreError after `timeout_s`."""
+    """Connect to the store at `host:port`, waiting for nobody else. Raises torch's DistStoreError after `timeout_s`."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -70,15 +70,15 @@ def torchrun_store(timeout_s: float) -> TCPStore:
 
 
 def signed(store: Store, prefix: str) -> SignedStore:
-    """Return the part of `store` below `prefix`; it accepts only values that ranks of this run have written."""
+    """Return the part of `store` below `prefix`, of which only what ranks of this run have written is believed."""
     return SignedStore(PrefixStore(prefix, store), hmac.digest(_secret, prefix.encode(), "sha256"))
 
 
 def meet(store: Store, rank: int, world: int) -> SignedStore:
-    """Return the store for a group of `world` ranks, which all call this; its secret is made for this call alone.
+    """Return the store for a group of `world` ranks that all call this, with a secret of this one meeting.
 
-    Every rank adds a random number to that secret, so values that a stranger recorded earlier are refused. From now on
-    this process proves its identity in each gloo group that it forms, and unpickles only `ADMITTED`.
+    Every rank puts in a fresh number: what a stranger has recorded at an earlier meeting is worth nothing. From now on
+    this process proves itself in each group that it forms with gloo, and unpickles no more than `ADMITTED`.
     """
     _guard()
     numbers = signed(store, "numbers")
@@ -89,9 +89,9 @@ def meet(store: Store, rank: int, world: int) -> SignedStore:
 
 
 class SignedStore(Store):
-    """Keep values in another store with an HMAC of key and value. Raises StrangerError for a value with a wrong HMAC.
+    """Keep values in another store together with an HMAC of key and value; what has none raises StrangerError.
 
-    Counts (`add`) have no HMAC: by changing them, or deleting keys, a stranger can keep ranks from meeting, no more.
+    Counts (`add`) have none: with them, as by deleting keys, a stranger can keep ranks from meeting, and nothing more.
     """
 
     def __init__(self, store: Store, secret: bytes) -> None:
@@ -139,9 +139,9 @@ class SignedStore(Store):
         value = found[_BYTES:]
         if not hmac.compare_digest(found, self._sign(key, value)):
             raise StrangerError(
-                f"the value of {key!r} in the ranks' store was written by none of them: somebody else on the network, "
-                "who does not know the run's secret, has changed it. Set GLOO_SOCKET_IFNAME to an interface that "
-                "others do not reach, and take whole nodes (--exclusive)"
+                f"what the ranks' store has under {key!r} is by none of them: somebody else on the network, who knows "
+                "no secret of this run, has changed it. Put GLOO_SOCKET_IFNAME on a network that others do not reach, "
+                "and take whole nodes (--exclusive)"
             )
         return value
 
@@ -149,8 +149,8 @@ class SignedStore(Store):
 def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Collection[int]) -> None:
     """Prove to each of `peers` to be `rank` of this run, while they do the same. Raises StrangerError.
 
-    Gloo itself accepts whoever connects first and names a rank. `store`: the group's. An answer is the HMAC of the
-    group's random name, both ranks, and a random number of each.
+    Gloo believes whoever connects first and names a rank. `store` is the group's own. An answer is the HMAC of the
+    group, both ranks, and both their fresh numbers.
     """
 
     def exchange(mine: dict[int, bytes]) -> dict[int, bytes]:
@@ -172,9 +172,9 @@ def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Col
     for peer in peers:
         if not hmac.compare_digest(answers[peer], answer(peer, rank, theirs[peer], mine[peer])):
             raise StrangerError(
-                f"somebody else on the network connected to rank {rank} as rank {peer} of its process group, without "
-                "the run's secret. Set GLOO_SOCKET_IFNAME to an interface that others do not reach, and take whole "
-                "nodes (--exclusive)"
+                f"who connected to rank {rank} as rank {peer} of its process group knows no secret of this run: it is "
+                "somebody else on the network. Put GLOO_SOCKET_IFNAME on a network that others do not reach, and take "
+                "whole nodes (--exclusive)"
             )
 
 
@@ -191,7 +191,7 @@ def prove_all(group: Any, store: Store, rank: int, world: int) -> None:
 
 
 def _guard() -> None:
-    """Have this process prove its identity in all gloo groups, also those of libraries, and guard its unpickler."""
+    """Have this process prove itself in all gloo groups, those of libraries too, and guard its unpickler."""
     if distributed_c10d._unpickler is AdmittedUnpickler:
         return
     distributed_c10d._unpickler = AdmittedUnpickler
@@ -213,20 +213,20 @@ ADMITTED = {
     ("_ctypes", "_unpickle"),
     ("flashinfer.comm.cuda_ipc", "cudaIpcMemHandle_t"),
 }
-"""Classes that vLLM's ranks send each other as pickles, besides numbers, texts, bytes, lists and the like: names of
-shared memory, and on GPUs handles of memory for vLLM's own all-reduce, as tensors or C structures."""
+"""What vLLM's ranks send each other as pickles, besides numbers, texts, bytes, lists and the like: the names of shared
+memory, and with GPUs the handles of their memory for its own all-reduces, as tensors or C structures."""
 
 
 class AdmittedUnpickler(distributed_c10d._unpickler):
-    """Read pickles that name only `ADMITTED`, and tensors with `weights_only`. Raises StrangerError."""
+    """Read pickles that name nothing but `ADMITTED`, and tensors as weights are read. Raises StrangerError."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (torch.storage.__name__, torch.storage._load_from_bytes.__name__):
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
         if (module, name) not in ADMITTED:
             raise StrangerError(
-                f"a rank was sent a pickle that names {module}.{name}, which no rank sends: it is from somebody else "
-                "on the network; or from vLLM, if its version is not the one in sbatch/: then report this"
+                f"a rank was sent a pickle that wants {module}.{name}, which no rank sends: by somebody else on the "
+                "network; or, with a version of vLLM other than the one in sbatch/, by vLLM, and this is to be reported"
             )
         return super().find_class(module, name)
 
@@ -236,7 +236,7 @@ def gloo_group(
 ) -> ProcessGroupGloo:
     """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError.
 
-    `lazy`: two ranks connect at their first exchange, and the caller has to call `prove`; else all do both at once.
+    `lazy`: two ranks connect when they exchange something first, which is for `prove`; else all with all, at once.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -259,7 +259,7 @@ def nccl_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables inside the block, then restore the old values."""
+    """Set these variables, inside the block, for what reads them; put back what there was."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -273,7 +273,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
-    """Start the calls that `begin` makes on an NCCL group as one operation.
+    """Start what `begin` asks of an NCCL group as one operation.
 
     A bare ProcessGroupNCCL is a `Backend`: unlike those of a `ProcessGroup`, the two calls take no argument.
     """
@@ -281,8 +281,8 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
     try:
         begin()
     except BaseException:
-        # NCCL counts open operations per thread. If one stayed open, later operations of this thread, in any group,
-        # would never start, and would look completed.
+        # NCCL counts open operations per thread. With one left open it would start nothing more in this thread, in any
+        # group, and call it completed.
         with suppress(RuntimeError):
             group._end_coalescing()
         raise
@@ -291,13 +291,13 @@ def coalesced(group: Any, begin: Callable[[], None]) -> list[Work]:
 
 
 def all_gather(group: Any, whole: Tensor, mine: Tensor) -> Work:
-    """Start to gather `whole` from the parts of all ranks; `mine` is this rank's."""
+    """Start to send `mine`, a part of `whole` by the rank, to all others."""
     work: Work = group._allgather_base(whole, mine)
     return work
 
 
 def share_gpu_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the eight fields that another process needs to map the tensor's memory; the first is its GPU's number."""
+    """Return what another process needs to map the tensor's memory: the number of its GPU here, and seven more."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()
     return fields
 

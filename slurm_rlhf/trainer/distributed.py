@@ -86,7 +86,7 @@ def _meet(timeout: timedelta, connect_s: float) -> None:
             f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
             f"or their torchrun hangs, which has the store at {os.environ.get('MASTER_ADDR')}:"
             f"{os.environ.get('MASTER_PORT')}; or a stranger has changed the store, which has no authentication: then "
-            "set GLOO_SOCKET_IFNAME to an interface that others do not reach"
+            "put GLOO_SOCKET_IFNAME on a network that others do not reach"
         )
 
 
