@@ -53,8 +53,8 @@ class _Engine:
 class EngineRanks:
     """Starts and watches the ranks of the engines on one node. Used by one thread, which must outlive them.
 
-    A role's torchrun ends all of its processes when one of them ends. Engines that only answer prompts are better
-    apart: each rank is a child of its own, and only the ranks of one engine end together.
+    torchrun would end all engines when one rank ends, but engines do not need each other: each rank is a child of its
+    own, and only the ranks of one engine end together.
     """
 
     def __init__(
