@@ -15,7 +15,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 
-# What an environment takes while it is being made, with room to spare.
+# Disk space that making an environment takes, with room to spare.
 declare -A needed_mib=([cpu]=6000 [gpu]=16000)
 
 say() { printf 'environment: %s\n' "$*" >&2; }
@@ -27,7 +27,7 @@ fail() {
 
 usage() { sed -n '/^# Makes/,/^set -e/{/^set -e/d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"; }
 
-# Prints cpu or gpu: which environment is there, whole or half made; nothing where there is none of ours.
+# Prints cpu or gpu: which environment is there, whole or half made; nothing if this script has made none.
 held_kind() {
   [[ ! -e $venv/packages.stamp ]] || cat "$venv/kind" 2>/dev/null || echo cpu
 }

@@ -7,7 +7,7 @@
 #SBATCH --mem=0
 #SBATCH --time=00:20:00
 #SBATCH --output=%x.%j.log
-# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+# Your site (remove one # to switch a line on; Slurm reads no #SBATCH line after the first command):
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
@@ -20,10 +20,10 @@
 set -euo pipefail
 
 # ---- Your site: modules, network. -----------------------------------------------------------------------------------
-# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names resolve to a slow network
 # ---- End of your site. ----------------------------------------------------------------------------------------------
 
-# Slurm runs a copy of this script: the place of submission says where the checkout is.
+# Slurm runs a copy of this script, so SLURM_SUBMIT_DIR says where the checkout is.
 checkout=${SLURM_SUBMIT_DIR:-$PWD}
 for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
   [[ -f $place/tests/run.sh ]] && root=$(cd "$place" && pwd) && break

@@ -18,6 +18,6 @@ def reward_func(responses: list[str], labels: list[str], finish_reasons: list[st
 
 
 def answer(text: str) -> float | None:
-    """Return the last number in `text`, behind `####` if that is there; None: it has none."""
+    """Return the last number in `text`, after `####` if that is there; None: it has none."""
     numbers = NUMBER.findall(text.rpartition("####")[2])
     return float(numbers[-1].replace(",", "")) if numbers else None

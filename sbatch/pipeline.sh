@@ -10,7 +10,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%j.log
-# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+# Your site (remove one # to switch a line on; Slurm reads no #SBATCH line after the first command):
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
@@ -34,7 +34,7 @@ program=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin/$command
 [[ -x $program ]] && command=$program
 
 if ! command -v "$command" >/dev/null; then
-  echo "pipeline: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/pipeline.sh" >&2
+  echo "pipeline: no $command on $(hostname): make it available in 'Your site' of sbatch/pipeline.sh" >&2
   echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
   exit 127
 fi

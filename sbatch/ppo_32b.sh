@@ -10,7 +10,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%j.log
-# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+# Your site (remove one # to switch a line on; Slurm reads no #SBATCH line after the first command):
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
@@ -21,7 +21,7 @@
 #     --train.max_tokens_per_gpu=8192 --train.forward_max_tokens_per_gpu=16384
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
-# Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
+# Where requeueing is forbidden, submit a chain of jobs; those that still wait when the run is finished are cancelled:
 #   sbatch --array=1-10%1 sbatch/ppo_32b.sh --slurm.chain=true    (or ten times: --dependency=singleton)
 # Submitted again with the same run_dir, it goes on from the newest checkpoint.
 set -euo pipefail
@@ -31,12 +31,12 @@ set -euo pipefail
 # A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
 # A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
 #                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help slurm)
-# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names resolve to a slow network
 command=slurm-rlhf
 options=()
 # ---- End of your site. ----------------------------------------------------------------------------------------------
 
-# Slurm runs a copy of this script: the place of submission says where the checkout is.
+# Slurm runs a copy of this script, so SLURM_SUBMIT_DIR says where the checkout is.
 checkout=${SLURM_SUBMIT_DIR:-$PWD}
 for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
   [[ -f $place/sbatch/ppo_32b.toml ]] && root=$(cd "$place" && pwd) && break
@@ -48,7 +48,7 @@ fi
 [[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
 
 if ! command -v "$command" >/dev/null; then
-  echo "ppo_32b: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/ppo_32b.sh" >&2
+  echo "ppo_32b: no $command on $(hostname): make it available in 'Your site' of sbatch/ppo_32b.sh" >&2
   echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
   exit 127
 fi

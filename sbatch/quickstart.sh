@@ -25,7 +25,7 @@ fail() {
 
 is_checkout() { [[ -f $1/sbatch/environment.sh && -f $1/pyproject.toml ]]; }
 
-# Slurm runs a copy of this script from its spool directory: then the place of submission says where the checkout is.
+# Slurm runs a copy of this script from its spool directory: then SLURM_SUBMIT_DIR says where the checkout is.
 find_checkout() {
   local place
   for place in "$(dirname "${BASH_SOURCE[0]}")/.." "${SLURM_SUBMIT_DIR:-}" "${SLURM_SUBMIT_DIR:-}/.."; do
@@ -111,7 +111,7 @@ bash "$root/sbatch/environment.sh"
 if [[ $setup_only == true ]]; then
   exit
 fi
-# The environment holds CPU builds: a GPU of this machine is not for them.
+# The environment has CPU builds of torch and vLLM: they must not see a GPU of this machine.
 export CUDA_VISIBLE_DEVICES=
 make_input
 stage "4/4 ${recipe:-PPO}${task:+ on $task}"

@@ -11,11 +11,11 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%A_%a.log
-# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+# Your site (remove one # to switch a line on; Slurm reads no #SBATCH line after the first command):
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
-# One run for each seed: the number of the array's task is the seed, and a directory of its own.
+# One run for each seed, in a directory of its own: the number of the array's task is the seed.
 #
 #   sbatch --array=1-5 sbatch/seeds.sh FILE.toml RUN_DIRS [--KEY=VALUE ...]
 #
@@ -37,11 +37,11 @@ program=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin/$command
 [[ -x $program ]] && command=$program
 
 if ! command -v "$command" >/dev/null; then
-  echo "seeds: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/seeds.sh" >&2
+  echo "seeds: no $command on $(hostname): make it available in 'Your site' of sbatch/seeds.sh" >&2
   echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
   exit 127
 fi
 
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
-# No chain: what waits in this array is other runs.
+# slurm.chain=false: the waiting tasks of this array are other runs.
 exec "$command" train "$file" --train.seed="$seed" --run_dir="$run_dirs/seed_$seed" "$@" --slurm.chain=false

@@ -82,8 +82,8 @@ class Rank:
         shares = [raw / ours for ours, raw in zip(found["seconds"], found["raw_seconds"], strict=True)]
         results |= {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
         end = self.sender or self.receiver
-        results["peak_extra_bytes"] = round(max(self._of_all(float(end.peak if end else 0))))
-        results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
+        results["peak_extra_bytes"] = round(max(self._gathered(float(end.peak if end else 0))))
+        results["checksum_seconds"] = max(self._gathered(self.receiver.verify_s if self.receiver else 0.0))
         self.plain.barrier().wait()
         return results
 
@@ -96,7 +96,7 @@ class Rank:
             torch.cuda.synchronize()
         self.plain.barrier().wait()
         seconds = time.monotonic() - start
-        return seconds, sum(self._of_all(time.process_time() - busy))
+        return seconds, sum(self._gathered(time.process_time() - busy))
 
     def _update(self, version: int, compare: bool = False) -> None:
         if self.sender is not None:
@@ -124,12 +124,12 @@ class Rank:
                 self.raw.broadcast(piece, 0).wait()
         for tag, piece in enumerate(pieces if remote else []):
             if self.rank == 0:
-                self.raw.send([piece], self._of_raw.index(remote[-1]), tag).wait()
+                self.raw.send([piece], self._raw_ranks.index(remote[-1]), tag).wait()
             elif self.rank == remote[-1]:
                 self.raw.recv([piece], 0, tag).wait()
 
-    def _of_all(self, value: float) -> list[float]:
-        """Return the values of all ranks."""
+    def _gathered(self, value: float) -> list[float]:
+        """Return the values that all ranks pass to this call."""
         found = [torch.zeros(1, dtype=torch.float64) for _ in range(self.group.world)]
         self.plain.allgather([found], [torch.tensor([value], dtype=torch.float64)]).wait()
         return [float(each) for each in found]
@@ -139,19 +139,19 @@ class Rank:
         return gloo_group(store, ranks.index(self.rank), len(ranks), self.group.me.address, self.spec.timeout_s)
 
     @property
-    def _of_raw(self) -> list[int]:
+    def _raw_ranks(self) -> list[int]:
         """List the ranks of the raw transfer: rank 0, which sends, and the engine ranks, which receive."""
         return [0, *range(len(self.spec.actors), self.group.world)]
 
     def _raw_group(self) -> Any:
-        if self.rank not in self._of_raw:
+        if self.rank not in self._raw_ranks:
             return None
         if self.group.backend != "nccl":
-            return self._gloo("raw", self._of_raw)
+            return self._gloo("raw", self._raw_ranks)
         made = nccl_group(
             PrefixStore("raw", self.group.store),
-            self._of_raw.index(self.rank),
-            len(self._of_raw),
+            self._raw_ranks.index(self.rank),
+            len(self._raw_ranks),
             self.spec.timeout_s,
         )
         made.allreduce(torch.zeros(1, device="cuda")).wait()  # connects all ranks before anything is timed

@@ -28,7 +28,7 @@ from slurm_rlhf.wire.calls import TrainBatch
 from slurm_rlhf.wire.client import ControlClient
 
 MEAN, SIGMA = 850 / 2048, 0.8
-"""Lengths of ragged responses: their mean, as a share of rollout.max_new_tokens, and the deviation of its logarithm."""
+"""Log-normal lengths of ragged responses: mean, as a share of rollout.max_new_tokens; deviation of the logarithm."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
@@ -53,10 +53,10 @@ def show(result: dict[str, Any]) -> str:
 def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
 
-    A response has rollout.max_new_tokens tokens, in the ragged batch at most so many, by a log-normal distribution with
-    `MEAN` of that before the cut and `SIGMA`: what runs on mathematics sample. The bare loop's micro-batch has as many
-    of the longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same memory. Raises RunError
-    if the losses differ, because then the two sides do not do the same work.
+    A response of the equal batch has rollout.max_new_tokens tokens. Those of the ragged batch have log-normal lengths
+    (`MEAN`, `SIGMA`: as in runs on mathematics), cut at that number. The bare loop's micro-batch has as many of the
+    longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same memory. Raises RunError if the
+    losses differ, because then the two sides do not do the same work.
     """
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def measure_part(arguments: Arguments) -> int:
     """Measure and print the result. Raises ConfigError, and what the bench raises."""
     config, options = _config(arguments), arguments.options
-    if arguments.command.files:  # before torch is imported: it reads this once
+    if arguments.command.files:  # before torch is imported, which reads it once
         os.environ["OMP_NUM_THREADS"] = str(options.get("threads", len(os.sched_getaffinity(0))))
     # Libraries print to standard error meanwhile: standard output is for the result.
     with contextlib.redirect_stdout(sys.stderr):

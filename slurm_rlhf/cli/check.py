@@ -36,13 +36,13 @@ _WIDTH = 200  # characters of a prompt
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Names a command that reads the user's file, and its configuration."""
+    """Names a command that the user's file is for, and holds its configuration."""
 
     name: str
     command: str
     config: Config
     model: str = ""  # directory of the model that `eval` evaluates
-    unmade: Collection[str] = ()  # keys of models that a stage before it has yet to make; others stand in for them
+    unmade: Collection[str] = ()  # keys whose models an earlier stage has yet to make: other models stand in for them
 
     def lines(self) -> Iterator[str]:
         """Check what the command checks before any rank starts, and describe what it would do. Raises UserError."""
@@ -52,7 +52,7 @@ class Part:
 
 
 def check_file(arguments: Arguments) -> int:
-    """Print what the commands would read and do that the file is for. Raises UserError if something is wrong."""
+    """Print what the file's commands would read and do. Raises UserError if something is wrong."""
     if len(arguments.files) == 1 and "stage" in read_toml(arguments.files[0]):
         parts = list(_parts_of_pipeline(arguments))
     else:

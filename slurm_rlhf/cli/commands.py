@@ -206,7 +206,7 @@ def _command(name: str, row: dict[str, Any]) -> Command:
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]]:
-    """Find the command that `words` begin with; return it and the words behind its name. Raises ConfigError."""
+    """Find the command that `words` begin with; return it and the words after its name. Raises ConfigError."""
     known = commands()
     for count in (2, 1):
         if (command := known.get(" ".join(words[:count]))) is not None and len(words) >= count:

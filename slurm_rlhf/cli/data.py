@@ -70,7 +70,7 @@ def _lines(view: DataView, colour: bool) -> Iterator[str]:
         yield f"    {tokens}{' ...' if count < row.length else ''}"
 
 
-_SHARD = re.compile(r"^\d+$|-.*")  # behind the split in the name of a file
+_SHARD = re.compile(r"^\d+$|-.*")  # the end of a file's name, after the split
 
 MODEL, DATA, KERNEL = "model", "data set", "kernel"
 FILES = {MODEL: WANTED_FILES, DATA: [f"*{suffix}" for suffix in FORMATS], KERNEL: ["*"]}
@@ -87,7 +87,7 @@ def prefetch(arguments: Arguments) -> int:
         print(f"{key}: downloading the {kind} {name}", flush=True)
         asked = (name, key, "dataset" if kind == DATA else "model", FILES[kind])
         place = Path(download(*asked))
-        if kind == DATA and not any(map(has_rows, place.rglob("*"))):  # but archives or a script
+        if kind == DATA and not any(map(has_rows, place.rglob("*"))):  # it has only archives, or a script
             place = Path(download(*asked, "refs/convert/parquet"))
         print(f"{key}: {name} is in {place}")
         for line in _to_write(key, place) if kind == DATA else ["the name stays as it is: it is found in the cache"]:
@@ -96,7 +96,7 @@ def prefetch(arguments: Arguments) -> int:
 
 
 def _named(config: Config) -> Iterator[tuple[str, str, str]]:
-    """Find (key, OWNER/NAME, what it is) of all that is not here."""
+    """Find (key, OWNER/NAME, kind of repository) of all that is not on this machine."""
     for key in all_keys().values():
         value = get(config, key.name)
         if key.name.endswith("model_name_or_path") and (name := _absent(value)):

@@ -66,11 +66,11 @@ def engine_launcher(config: Config, directory: Path, places: Places) -> Iterator
         if config.preflight == OFF:
             steps.begin(steps.orders())
         else:
-            tell(_look(config, directory, ranks, places, steps))
+            tell(_examine(config, directory, ranks, places, steps))
         yield ranks, launcher_on(directory, ranks, {}, steps)
 
 
-def _look(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps) -> Report:
+def _examine(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps) -> Report:
     """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     slurm = steps.slurm
     needs = Needs(

@@ -37,8 +37,8 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
         sys.stderr.flush()
-        # As a rank does: a thread of a process group that still lets go of a tensor aborts the interpreter's teardown,
-        # and so does the teardown of two engines on a GPU.
+        # No interpreter teardown, as in a rank: it aborts if a thread of a process group frees a tensor meanwhile, or
+        # if the process had two engines on a GPU.
         os._exit(code)
     return code
 

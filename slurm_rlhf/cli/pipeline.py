@@ -1,7 +1,7 @@
 """Run `slurm-rlhf pipeline FILE.toml`: stages as jobs of Slurm that wait for each other, or here one after the other.
 
-`FILE.toml --only=NAME` runs one stage in this process: each job and each child is that. What a stage was made with is
-next to its files, so a stage that is done and has not changed does not run again.
+Each job and each child runs `slurm-rlhf pipeline FILE.toml --only=NAME`: one stage, in its own process. A hash of its
+keys and inputs is next to its files, so a stage that is done and has not changed does not run again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from slurm_rlhf.observe.run_log import read_object, read_rows
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 FILE = "pipeline.json"
-"""Name of the file in the directory of a pipeline that says where its TOML file is, and which jobs it has."""
-_STATE = "stage.json"
+"""File in the directory of a pipeline: where its TOML file is, and the job of each stage."""
+_STATE = "stage.json"  # file in the directory of a stage: its hash, and whether it is done
 _STOPPED = 75
 """Exit code of a stage that was stopped before its end: EX_TEMPFAIL of sysexits.h."""
 
@@ -62,7 +62,7 @@ def pipeline(arguments: Arguments) -> int:
             print(f"{stage.name}: job {jobs[stage.name]}", flush=True)
     finally:
         _write(whole.root / FILE, {"file": str(whole.file), "jobs": jobs})
-    print(f"`slurm-rlhf status {whole.root}` shows how far they are; a stage that fails ends those behind it")
+    print(f"`slurm-rlhf status {whole.root}` shows how far they are; a stage that fails ends those after it")
     return 0
 
 
@@ -76,7 +76,7 @@ def read_whole(file: Path) -> tuple[Pipeline, dict[str, str]]:
 
 
 def left_of(whole: Pipeline, hashes: Mapping[str, str]) -> list[PipelineStage]:
-    """List the stages that are not done, or have changed, and those behind them."""
+    """List the first stage that is not done or has changed, and all stages after it."""
     return list(itertools.dropwhile(lambda stage: _is_done(stage, hashes[stage.name]), whole.stages))
 
 
@@ -113,7 +113,7 @@ def _run_here(whole: Pipeline, left: list[PipelineStage]) -> int:
             signal.signal(number, handler)
         if code:
             print(
-                f"pipeline: the stage {stage.name} ended with exit code {code}: those behind it do not run. "
+                f"pipeline: the stage {stage.name} ended with exit code {code}: those after it do not run. "
                 f"`slurm-rlhf pipeline {whole.file}` goes on from here",
                 file=sys.stderr,
             )
@@ -158,7 +158,7 @@ def script(whole: Pipeline, stage: PipelineStage) -> str:
 
 
 def _submit(whole: Pipeline, stage: PipelineStage, after: list[str]) -> str:
-    """Submit the job of a stage behind the job `after`, and return its number. Raises RunError."""
+    """Submit the job of a stage, to start when the jobs `after` have succeeded; return its number. Raises RunError."""
     file = whole.root / f"{stage.name}.sh"
     file.write_text(script(whole, stage), encoding="utf-8")
     options = [f"--dependency=afterok:{job}" for job in after] + ["--kill-on-invalid-dep=yes"] * bool(after)

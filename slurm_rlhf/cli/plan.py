@@ -35,7 +35,7 @@ EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sba
 _WIDTH = 100
 _LARGEST = 3
 _PROMPTS = 256
-"""Rows of a data set whose prompts are read for their mean length."""
+"""Most prompts of the data set that are read for their mean length."""
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
@@ -83,7 +83,7 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
 
 
 def check_memory(config: Config, ranks: RankMap, command: str = TRAIN) -> Config:
-    """Return the configuration of a run that fits its GPUs, with what their memory decides; print what that is.
+    """Return the configuration with `train.gradient_checkpointing` as the GPUs' memory decides it; print the decision.
 
     `command`: `train`, or a stage. Prints a note if memory cannot be estimated. Raises PlacementError if the run does
     not fit.
@@ -234,7 +234,7 @@ def show_plan(arguments: Arguments) -> int:
 
 
 def training_command(arguments: Arguments) -> str:
-    """Return the command that the option --command names. Raises UsageError."""
+    """Return the command that the option --command names. Raises ConfigError."""
     name: str = arguments.options["command"]
     if name not in TRAINING:
         raise arguments.error(f"--command takes one of {', '.join(TRAINING)}, got {name!r}")
@@ -323,7 +323,7 @@ def prompt_tokens(config: Config) -> int:
 
 
 def draw_step(time: StepTime, gpu: str, rewards: bool) -> str:
-    """Format the seconds of a step for a terminal; `rewards`: something gives rewards."""
+    """Format the seconds of a step for a terminal; `rewards`: the run has rewards."""
     phases = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in time.phases.items())
     real = ", ".join(f"{role} {share:.1%}" for role, share in time.real.items())
     text = (

@@ -40,7 +40,7 @@ def _named(arguments: Arguments, word: str, what: str) -> Path:
 
 
 def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer], workers: int, first: str = "") -> int:
-    """Serve calls of `code`, in so many workers unless an option says otherwise, once a call of `first` has worked.
+    """Serve calls of `code`, once a call of `first` has worked; `workers`: their number, unless an option gives one.
 
     Raises ConfigError, and RewardError for what cannot be loaded.
     """

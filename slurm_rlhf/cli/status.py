@@ -37,9 +37,9 @@ _CURVE = 60  # columns of a curve
 _ENGINE = re.compile(r"perf/engine/(\d+)/tokens_per_s")
 _RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")
 _LEFT = re.compile(rf"^{CONDUCTOR_GONE}: |: the conductor at \S+ is lost: ")
-"""Last line of a rank that ended because it lost the conductor: written by its I/O thread, or by its main thread."""
+"""Last line of the log of a rank that lost the conductor: written by its I/O thread, or by its main thread."""
 _LEFT_LINES = 80
-"""Lines of a rank's log: enough for the traceback of a step."""
+"""Lines read from the end of a rank's log: enough for the traceback of a step."""
 
 
 def show_status(arguments: Arguments) -> int:
@@ -187,7 +187,7 @@ def failure_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_
 def _state(found: Found, directory: RunDirectory, status: RunStatus, cut_off: bool) -> str:
     if cut_off:
         return "it was cut off in the middle and could not say why; checkpoints are intact"
-    if status.status == "running" and (nodes := _deserted(found, directory)):
+    if status.status == "running" and (nodes := _without_conductor(found, directory)):
         return (
             f"the conductor is gone: its ranks on {shortened(nodes)} say so, and have ended; checkpoints are intact. "
             "When Slurm finds the node down (SlurmdTimeout), it ends the job or requeues it; with --no-kill one of the "
@@ -196,7 +196,7 @@ def _state(found: Found, directory: RunDirectory, status: RunStatus, cut_off: bo
     return status.status
 
 
-def _deserted(found: Found, directory: RunDirectory) -> list[str]:
+def _without_conductor(found: Found, directory: RunDirectory) -> list[str]:
     """List the nodes whose ranks have ended because they lost the conductor; empty if a rank still runs."""
     session, nodes = found.session, set()
     if session is None or (found.job is not None and found.job.state != "RUNNING"):

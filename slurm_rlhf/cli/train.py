@@ -1,7 +1,7 @@
 """Start training: `slurm-rlhf train` and the stages (`sft`, `rm`, `dpo`) here, `submit` as a Slurm job.
 
 Under MPI the same command runs in each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml`. Rank 0 starts
-`python -m slurm_rlhf.cli.train FILE` as a child: the conductor. It reads what rank 0 has found out.
+`python -m slurm_rlhf.cli.train FD` as a child: the conductor. Its standard input has what rank 0 found out.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched, seen: lis
     found = {
         "command": name,
         "files": [str(file.absolute()) for file in arguments.files],
-        # It reads the configuration anew, and with it what the memory of the GPUs has decided.
+        # The conductor loads the configuration again; the last override is what `check_memory` has decided here.
         "overrides": [*arguments.overrides, f"--train.gradient_checkpointing={config.train.gradient_checkpointing}"],
         "ranks": ranks,
         "address": address_among([node.name for node in nodes], own.node),
@@ -285,9 +285,9 @@ def _other(world: Communicator) -> int:
 
 
 def run_conductor(orders: int) -> int:
-    """Run the conductor in the child of rank 0; `orders`: the file into which those of the agents are written.
+    """Run the conductor in the child of rank 0; `orders`: file descriptor to which it writes the agents' orders.
 
-    Reads what rank 0 has found out from standard input. Raises as `led`.
+    Standard input has what rank 0 has found out, as JSON. Raises as `led`.
     """
     from slurm_rlhf.nodes.mpi.rank import MpiAgents, MpiLauncher
 

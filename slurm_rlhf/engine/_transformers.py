@@ -1,4 +1,4 @@
-"""The private parts of transformers that the rollout room uses, written for transformers 5.19.0.
+"""The private parts of transformers that this package uses, written for transformers 5.19.0.
 
 conversion_mapping.py get_model_conversion_mapping(model, *, add_legacy)
 core_model_loading.py revert_weight_conversion(model, state_dict)
@@ -59,7 +59,7 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
 
 
 def selects_rows(model: Any) -> bool:
-    """Tell whether all that `model` keeps of its texts are keys and values, of which rows can be taken."""
+    """Tell whether the cache of `model` holds keys and values only, from which single rows can be taken."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -72,10 +72,10 @@ def selects_rows(model: Any) -> bool:
 def prefilled(
     model: Any, inputs: Mapping[str, Tensor], most: int, pad: int, place: Tensor | None
 ) -> tuple[Texts, Tensor]:
-    """Have `generate` prepare the model's inputs and cache, and compute the texts in `inputs`.
+    """Have `generate` prepare the model's inputs and cache, and run the prefill of the texts in `inputs`.
 
-    Returns them, to be gone on with for `most` tokens, and the logits after them, fp32 [B, V]. `place` int64 [B]: the
-    text that each row goes on from; None: row i from text i.
+    Returns the texts, which may grow by `most` tokens, and the logits of their next tokens, fp32 [B, V]. `place` int64
+    [B]: index of the text that each row continues; None: row i continues text i.
     """
     from transformers import GenerationConfig
 
@@ -100,13 +100,13 @@ def decoding_setup(model: Any) -> AbstractContextManager[None]:
 
 
 def go_on(model: Any, here: bool, together: bool, device: Any) -> bool:
-    """Tell whether another pass is needed: for texts `here` or, with `together`, for those of any rank. Collective."""
+    """Tell whether another pass is needed. `here`: this rank has unfinished texts; `together`: asks all ranks."""
     return bool(model._has_unfinished_sequences(not here, together, device=device))
 
 
 @dataclass(slots=True)
 class Texts:
-    """Holds texts that a model goes on with: their tokens, and what the model gets in a pass."""
+    """Holds texts that a model continues: their tokens, and the arguments of its next forward pass."""
 
     model: Any
     ids: Tensor  # int64 [B, L]
@@ -122,7 +122,7 @@ class Texts:
         return self._after(self.model(**inputs, return_dict=True))
 
     def append(self, tokens: Tensor, rows: list[int]) -> None:
-        """Append `tokens` [B], and keep the texts `rows`, or all if there are none."""
+        """Append `tokens` [B], one to each text; then keep the texts `rows` only. Empty: keep all."""
         import torch
 
         self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
@@ -130,7 +130,7 @@ class Texts:
             self.take(torch.tensor(rows, device=self.ids.device))
 
     def take(self, rows: Tensor) -> None:
-        """Go on with the texts `rows`, any of them as often as it is named."""
+        """Keep the texts `rows`, in this order; a row that is listed twice is kept twice."""
         count = len(self.ids)
         self.ids = self.ids[rows]
         for name, value in self.kwargs.items():

@@ -1,4 +1,4 @@
-"""The private parts of vLLM that the rollout room uses, written for vllm 0.32.0.
+"""The private parts of vLLM that this package uses, written for vllm 0.32.0.
 
 exceptions.py VLLMError
 sampling_params.py RepetitionDetectionParams
@@ -87,7 +87,7 @@ def platform() -> Any:
 
 
 def can_sleep() -> bool:
-    """Return whether engines on this machine take `sleep`; on a CPU they take it and keep their memory."""
+    """Return whether engines on this machine accept `sleep`; on a CPU they accept it, but keep their memory."""
     return bool(platform().is_cpu() or platform().is_sleep_mode_available())
 
 
@@ -128,7 +128,7 @@ def import_model_class(architecture: str) -> None:
     """Register the class of `architecture` (as config.json names it) as one that is imported, and mend it.
 
     vLLM otherwise imports it in a child process first, to learn its capabilities without touching CUDA: 10 s the first
-    time on a machine. This process runs the model itself, so there is nothing to keep it from.
+    time on a machine. This process is going to run the model and touches CUDA anyway.
     """
     from vllm import ModelRegistry
 
@@ -158,8 +158,8 @@ class SampledTokens:
     tokens: list[int]
     logprobs: list[float] | None  # None: no token was sampled
     finish_reason: str  # "stop", "length", "repetition", ...; empty: it goes on
-    prompt: int = 0  # tokens of the prompt, with the first that is sampled behind it
-    cached: int = 0  # those of them whose keys and values were there
+    prompt: int = 0  # tokens of the prompt, counted with its first sampled token; 0 with later ones
+    cached: int = 0  # prompt tokens whose keys and values were in the prefix cache
 
 
 StopWatcher = Callable[[SampledTokens], bool]
@@ -187,9 +187,9 @@ class EngineCore:
 
         self.config = config
         self.llm = LLMEngine(config, executor or Executor.get_class(config), log_stats=False)
-        # The tokenizer of vLLM is transformers', which makes SentencePiece of byte-level ones of some models.
+        # vLLM loads tokenizers with transformers, which takes the byte-level ones of some models for SentencePiece.
         self.tokenizer = Tokenizer.load(config.model_config.tokenizer)
-        self._of_stops = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
+        self._stop_tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
         self.client = self.llm.engine_core
         self._core = self.client.engine_core
         self._tasks = self.llm.get_supported_tasks()
@@ -204,9 +204,9 @@ class EngineCore:
         adapter: Any = None,
         salt: str | None = None,
     ) -> StopWatcher | None:
-        """Queue a request; its stop watcher, where it has stop strings. Raises one of `refusals`.
+        """Queue a request; return its stop watcher if it has stop strings. Raises one of `refusals`.
 
-        It reads cached keys and values of earlier requests with the same `adapter` and `salt` alone.
+        The request reuses cached keys and values of requests with the same `adapter` and `salt` only.
         """
         from vllm.inputs import tokens_input
 
@@ -215,12 +215,12 @@ class EngineCore:
             name, tokens_input(prompt_ids, cache_salt=salt), params, self._tasks, lora_request=adapter
         )
         request.external_req_id = key
-        watcher = _stop_watcher(self._of_stops, request) if sampling.stop else None
+        watcher = _stop_watcher(self._stop_tokenizer, request) if sampling.stop else None
         self.client.add_request(request)
         return watcher
 
     def run_batch(self) -> list[SampledTokens]:
-        """Run one batch, or wait for the oldest one in flight; what it has sampled."""
+        """Run one batch, or wait for the oldest one in flight; return what it has sampled."""
         return [
             SampledTokens(
                 output.request_id,
@@ -233,7 +233,7 @@ class EngineCore:
         ]
 
     def finish_batches(self, read: Callable[[list[SampledTokens]], object]) -> None:
-        """Have `read` take the batches in flight, if there are any, and start no other."""
+        """Wait for the batches in flight and pass the tokens of each to `read`; start no new batch."""
         from vllm.v1.core.sched.interface import PauseState
 
         if not self._core.batch_queue:
@@ -242,14 +242,14 @@ class EngineCore:
         before = scheduler.pause_state
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         try:
-            # A turn may first tell the model runner, by an empty batch, which requests have ended.
+            # A call may run an empty batch first, which tells the model runner the requests that have ended.
             while self._core.batch_queue:
                 read(self.run_batch())
         finally:
             scheduler.set_pause_state(before)
 
     def abort(self, names: list[str]) -> None:
-        """End requests; for those that a batch in flight still has, the scheduler ignores what is sampled."""
+        """Abort requests; the scheduler ignores what a batch in flight still samples for them."""
         self.client.abort_requests(names)
 
     def abort_all(self, names: list[str]) -> None:
@@ -257,7 +257,7 @@ class EngineCore:
         with suppress(Exception):
             self.abort(names)
         while self._core.batch_queue:
-            # After a failed step the batches behind it fail, too; each attempt takes one out of the queue.
+            # After a failed step the batches queued after it fail, too; each attempt takes one out of the queue.
             with suppress(Exception):
                 self.finish_batches(len)
 
@@ -266,7 +266,7 @@ class EngineCore:
         self.llm.model_executor.before_batch = call
 
     def drop_caches(self) -> None:
-        """Forget all keys and values: of finished prompts, and of requests that go on."""
+        """Drop all keys and values, of finished prompts and of requests in flight, which compute theirs anew."""
         self.client.reset_prefix_cache(reset_running_requests=True)
 
     def model(self) -> Any:

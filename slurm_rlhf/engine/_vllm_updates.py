@@ -42,16 +42,17 @@ if TYPE_CHECKING:
 def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
     """Load `weights`, named as in a saved model, into `model` in place; errors of `weights` go through.
 
-    vLLM's layerwise reload: layers go back to the form in which they are loaded, load, are processed anew, and are
-    copied into the tensors they had, which CUDA graphs and kernels keep. It holds a layer's incoming tensors until the
-    layer is complete. Returns the names that the model's loader says it has loaded; None: it keeps no account.
+    vLLM's layerwise reload returns each layer to its layout for loading, loads it, processes it again, and copies the
+    result into the layer's old tensors, whose addresses CUDA graphs and kernels hold. It keeps a layer's incoming
+    tensors until the layer is complete. Returns the names that the model's loader reports as loaded; None: it reports
+    none.
     """
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    # It warns, at every update, of each layer that nothing was sent for, tied heads and rotary tables among them. What
-    # must be sent is checked where it is known, in `expected_weights`.
+    # At every update vLLM warns of each layer that gets no weights, such as tied heads and rotary tables. `checked` and
+    # `check_loaded` find the parameters that are really missing.
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     _unpack_experts(model)
     with torch.no_grad(), set_current_vllm_config(config):
@@ -66,7 +67,7 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
 
 
 def _repack_tied_heads(model: Any) -> None:
-    """Process the heads that share the embedding's weight, which receive none of their own and so are not reloaded.
+    """Process the heads that share the embedding's weight: they get no weight of their own, so no reload does it.
 
     On a CPU they multiply with a repacked copy (`cpu_linear`) of the weight, which would stay the old policy's.
     """
@@ -96,7 +97,7 @@ def _unpack_experts(model: Any) -> None:
 
 
 def adapter_rank(rank: int) -> int:
-    """Return the smallest rank that vLLM has room for adapters of, which is at least `rank`."""
+    """Return the smallest of vLLM's values for `max_lora_rank` that is at least `rank`."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(size for size in get_args(MaxLoRARanks) if size >= rank)
@@ -106,12 +107,12 @@ def adapter_rank(rank: int) -> int:
 class Adapter:
     """Names the adapter that samples a whole response."""
 
-    version: int  # policy
+    version: int  # policy version
     request: Any  # vLLM's name of the adapter; None: the base model
 
 
 class Adapters:
-    """Keeps the adapters of an engine: a response ends under the one with which it began.
+    """Keeps the adapters of an engine: a response is sampled to its end with the adapter that it began with.
 
     vLLM reads adapters from files, and caches keys and values by their names. Here they come as tensors, and no name is
     used twice: a cache that outlived its adapter would be read as that of another policy.
@@ -130,16 +131,16 @@ class Adapters:
         self.current = Adapter(0, None)
         self._manager._load_adapter = lambda request: self._coming.pop(request.lora_int_id)
 
-    def without_place(self, layers: Iterable[str]) -> list[str]:
-        """Return those of `layers`, names of Hugging Face, for which vLLM's model takes no adapters."""
+    def unsupported(self, layers: Iterable[str]) -> list[str]:
+        """Return those of `layers` (Hugging Face's names) that take no adapter in vLLM's model."""
         inner = self._manager._adapter_manager
         taken = {one for name in inner.supported_lora_modules for one in inner.packed_modules_mapping.get(name, [name])}
         return [name for name in layers if name.rpartition(".")[2] not in taken]
 
     def load(self, version: int, tensors: Mapping[str, Tensor], in_use: set[Adapter]) -> None:
-        """Make the adapter of policy `version` the current one, and drop older ones but those `in_use`.
+        """Make the adapter of policy `version` the current one, and drop older ones that are not `in_use`.
 
-        Raises SyncError where these leave no room: responses are older than train.async_queue_size allows.
+        Raises SyncError if those in use leave no room: then responses are older than train.async_queue_size allows.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.request import LoRARequest
@@ -149,7 +150,7 @@ class Adapters:
             self._kept.remove(old)
         if len(self._kept) == self._manager.lora_config.max_loras:
             versions = ", ".join(str(one.version) for one in self._kept)
-            raise SyncError(f"policy version {version}: responses of versions {versions} are in flight, too old")
+            raise SyncError(f"policy version {version}: no room for its adapter: versions {versions} are in flight")
         self._loads += 1
         request = LoRARequest(f"policy-{version}-{self._loads}", self._loads, "sent by the actor")
         model = self._manager._adapter_manager.model

@@ -60,7 +60,7 @@ class ActiveRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    adapter: Any = None  # policy that samples all of it, where the engine keeps several; None: each step its weights
+    adapter: Any = None  # adapter that samples the whole response; None: each step has the weights of the engine
 
     def extend(self, tokens: list[int], logprobs: list[float], version: int) -> None:
         """Append what one step of policy `version` has sampled; a span ends where the policy changes."""
@@ -209,13 +209,13 @@ class Engine(ABC):
 
 
 def backend(config: Config) -> Any:
-    """Return the module that rollout.engine names. One that runs in processes of its own has three functions.
+    """Return the module that rollout.engine names. If its engines run in ranks of their own, it has three functions.
 
-    `prepare_environment()` sets the variables that the library reads while it is imported; to be called before that.
-    Raises RuntimeError if it is imported already, without them. `import_library()` imports what an engine starts with;
-    no GPU is touched. `make_engine(config, number)` starts an engine on one rank, with the weights of the actor's model
-    directory as policy 0; its trajectories are marked with `number`. Raises ConfigError or ModelError if the library
-    cannot run this model with this configuration.
+    `prepare_environment()` sets the variables that the library reads while it is imported, so it is called first.
+    Raises RuntimeError if the library was imported without them. `import_library()` imports what an engine starts with
+    and touches no GPU. `make_engine(config, number)` starts an engine on one rank, with the weights in the actor's
+    model directory as policy 0; its trajectories are marked with `number`. Raises ConfigError or ModelError if the
+    library cannot run this model with this configuration.
     """
     return importlib.import_module(f"slurm_rlhf.engine.{config.rollout.engine}")
 
@@ -238,7 +238,7 @@ class Readiness:
         """Raise RunError unless the engine has these parts."""
         asleep = [part for part in parts if part in self.missing]
         if asleep:
-            raise RunError(f"the engine is asleep: it has freed its {' and '.join(asleep)}, and `wake` comes first")
+            raise RunError(f"the engine is asleep: it has freed its {' and '.join(asleep)}; call `wake` first")
 
     def slept(self) -> None:
         """Note that the engine has freed all parts."""
@@ -291,7 +291,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._load = EngineLoad()
-        self._since: float | None = None  # up to here is counted; None: no requests
+        self._since: float | None = None  # time up to which work is counted; None: no requests
         self._sampled = self._prompt = self._cached = 0
 
     def begin(self) -> None:

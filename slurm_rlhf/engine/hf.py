@@ -1,9 +1,8 @@
 """Sampling with a model of transformers: an engine that computes one batch of requests at a time.
 
-transformers' `generate` prepares what the model reads and keeps; every choice is made here, so that it is a request's
-own. A request draws from a generator of its own, seeded as it would be in another engine: which rank computes it, in
-which batch, has no part in what it draws. The tokens are not vLLM's, which on CPUs makes other random numbers of the
-same seed.
+`generate` of transformers prepares the model's inputs and cache; the tokens are chosen here. Each request draws from a
+generator of its own, so its tokens depend neither on the rank that computes it nor on its batch. Seeds are those of
+other engines; the tokens still differ from vLLM's, which on CPUs makes other random numbers from the same seed.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import I32, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Sampling, Trajectory
 
 Note = Callable[[int, int | str], None]
-"""Gets the number of the token that is being made, and what is done: a layer's number, or a word of a phase."""
+"""Gets the number of the token that is being sampled, and how far it is: a layer's number, or a word as SAMPLING."""
 
 
 class Policy(Protocol):
     """Declares what the engine needs of a policy in this process: its model, and parameters of its own, if any."""
 
-    collective: bool  # every pass is one of all ranks, so that all have to take as many
+    collective: bool  # every forward pass needs all ranks, so all must run equally many
     shapes: Shapes  # parameters that `Engine.load` fills
 
     @property
@@ -51,7 +50,7 @@ class Policy(Protocol):
         """Return what takes the steps of `generate`: its output has `logits` [B, 1, V]."""
 
     def passes(self, layer: Callable[[int], None]) -> AbstractContextManager[None]:
-        """Prepare for passes of the model inside the block; where they are collective, call `layer` before a layer."""
+        """Prepare for passes of the model inside the block; if they are collective, each layer calls `layer` first."""
 
     def release(self) -> int:
         """Free the memory of parameters of its own; return the bytes."""
@@ -64,7 +63,7 @@ class SampledRow:
     """Samples one response."""
 
     def __init__(self, request: GenerateRequest | None, device: torch.device) -> None:
-        """`request` None: nobody's, which takes its place in a batch where every rank needs one."""
+        """`request` None: a dummy row, for a rank without requests that has to take part in a collective pass."""
         self.active = None if request is None else ActiveRequest(request)
         self.reason = "" if request is not None else STOP  # why it has ended
         self.generator = torch.Generator(device=device)
@@ -72,7 +71,7 @@ class SampledRow:
             self.generator.manual_seed(request.seed)
 
     def text(self, pad: int) -> I32:
-        """Return prompt and response so far; nobody's is one `pad`."""
+        """Return prompt and response so far; a dummy row has one token, `pad`."""
         if self.active is None:
             return np.array([pad], dtype=np.int32)
         return np.concatenate([self.active.request.prompt_ids, np.array(self.active.tokens, dtype=np.int32)])
@@ -80,7 +79,7 @@ class SampledRow:
     def take(self, token: int, logprob: float, version: int, ends: set[int], tokenizer: Tokenizer) -> None:
         """Append a token of policy `version`, and find out whether the response ends with it.
 
-        The order is vLLM's: an end token, the limit of length, a repetition, and a stop string before the latter two.
+        Reasons are checked in vLLM's order: an end token, a stop string, the length limit, a repetition.
         """
         assert self.active is not None
         sampling = self.active.request.sampling
@@ -101,7 +100,7 @@ class SampledRow:
         assert self.active is not None
         sampling, tokens = self.active.request.sampling, self.active.tokens
         longest, size = max(map(len, sampling.stop)), CONTEXT_TOKENS
-        # Where the string ends with the last token, it lies in the last few; special tokens may have no text.
+        # A stop string that ends with the last token lies in the last few tokens; special tokens may have no text.
         while size < len(tokens):
             recent = tokenizer.decode(tokens[-size:])
             if len(recent) > 2 * longest:
@@ -119,7 +118,7 @@ class SampledBatch:
 
     rows: list[SampledRow]  # rows that the model still computes
     sampling: Sampling
-    drops: bool  # rows that have ended; and computes equal texts once
+    drops: bool  # rows that have ended are dropped, and equal prompts are computed once
     goes_on: bool = True  # a row of this rank is not finished
     texts: Texts | None = None  # None: keys and values are to be computed anew
     tokens: int = 0  # passes so far
@@ -128,9 +127,9 @@ class SampledBatch:
 class HfEngine(Engine):
     """Implements `Engine` with a model of transformers.
 
-    Requests that come while a batch is sampled wait for the next one, as do those with another `sampling`. Where the
-    passes are collective, every rank steps equally often: one without requests takes part, and has one `unfinished`
-    until the last rank has finished, also after `drop`. There all ranks are asked with the same `sampling`.
+    Requests that come while a batch is sampled wait for the next one, as do those with another `sampling`. Where passes
+    are collective, all ranks take equally many steps: a rank without requests takes part, and its status has one
+    unfinished request until the last rank has finished, also after `drop`. All ranks get the same `sampling` then.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class HfEngine(Engine):
         self._queue: list[GenerateRequest] = []
         self._keys: set[str] = set()  # keys of all requests that were not returned
         self._batch: SampledBatch | None = None
-        self._context = ExitStack()  # left at the end of the batch
+        self._context = ExitStack()  # contexts that are left at the end of the batch
         self._sampled = 0
 
     @property
@@ -184,7 +183,7 @@ class HfEngine(Engine):
         own = dict(self._policy.model.named_parameters())
         with torch.no_grad():
             for name, tensor in checked(weights, self._policy.shapes, version):
-                if own[name].data_ptr() != tensor.data_ptr():  # else it is the trainer's, and new already
+                if own[name].data_ptr() != tensor.data_ptr():  # else it is the trainer's own tensor, and new already
                     own[name].copy_(tensor)
         if self._batch is not None:
             self._batch.texts = None  # keys and values are the old policy's
@@ -226,7 +225,7 @@ class HfEngine(Engine):
         return finished
 
     def _begin(self) -> None:
-        """Make a batch of the requests sampled as the first, whatever their limits; alone it may be nobody's."""
+        """Make a batch of the requests that have the first one's sampling, with any limit; or of a dummy row."""
         if self._queue:
             first = self._queue[0].sampling
             alike = [r for r in self._queue if replace(r.sampling, max_new_tokens=first.max_new_tokens) == first]
@@ -244,7 +243,7 @@ class HfEngine(Engine):
     def _prefill(self, batch: SampledBatch) -> Tensor:
         """Compute whole texts, and return the logits after their last tokens, fp32 [B, V].
 
-        Each of several equal texts is computed once, if rows can be taken of what is kept.
+        Equal texts are computed once, if rows of the cache can be copied.
         """
         model, pad = self._policy.model, min(self._ends)
         texts, place = [row.text(pad) for row in batch.rows], None
@@ -291,9 +290,9 @@ class HfEngine(Engine):
 
 
 def going_on(ended: Sequence[bool], drops: bool) -> list[int]:
-    """Choose the rows that go on: none if all have ended; with `drops` those that have not, once a quarter has.
+    """Choose the rows to keep: none if all have ended, else all; with `drops` the unfinished ones, if a quarter ended.
 
-    To drop some costs about as much as a token of theirs: a copy of keys and values.
+    Dropping rows copies the keys and values of the others, which costs about as much as one token.
     """
     if all(ended):
         return []
@@ -302,7 +301,7 @@ def going_on(ended: Sequence[bool], drops: bool) -> list[int]:
 
 
 def different_prompts(prompts: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Return each of several equal prompts once, and for every prompt which of those it is."""
+    """Return the distinct prompts, and the index among them of every prompt."""
     names = [np.asarray(prompt, dtype=np.int64).tobytes() for prompt in prompts]
     different = dict(zip(names, prompts, strict=True))
     places = {name: place for place, name in enumerate(different)}
@@ -350,7 +349,7 @@ def choose(logprobs: Tensor, rows: Sequence[SampledRow], greedy: bool) -> Tensor
 
 
 def repeats(tokens: Sequence[int], sampling: Sampling) -> bool:
-    """Tell whether `tokens` end with a pattern that stands there `sampling.min_count` times, one after the other."""
+    """Tell whether `tokens` end with a pattern that is repeated `sampling.min_count` times in a row."""
     for size in range(max(1, sampling.min_pattern_size), sampling.max_pattern_size + 1):
         length = size * sampling.min_count
         if length > len(tokens):

@@ -53,7 +53,7 @@ class EnginePlace:
 
 
 def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
-    """Connect to torchrun's store, and return the part of it that belongs to one engine; no stranger writes it.
+    """Connect to torchrun's store, and return the part of it that belongs to one engine; its entries are signed.
 
     Raises torch's DistStoreError if it cannot be reached within `timeout_s`.
     """
@@ -63,10 +63,10 @@ def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
 
 @contextmanager
 def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Iterator[None]:
-    """Form the default process group of this engine; its library makes its own groups from it inside the block.
+    """Form the default process group of this engine, from which vLLM makes its own groups inside the block.
 
-    What the library reads of torchrun's environment then describes the engine and not the role. An engine is on one
-    node, so gloo listens on loopback only.
+    From then on torchrun's variables RANK, WORLD_SIZE and LOCAL_RANK describe the engine and not the role. An engine is
+    on one node, so gloo listens on loopback only.
     """
     os.environ |= {"RANK": str(place.tp_rank), "WORLD_SIZE": str(place.tp), "LOCAL_RANK": str(place.tp_rank)}
     with environment({"GLOO_SOCKET_IFNAME": LOOPBACK}):
@@ -115,7 +115,7 @@ class TpDigest:
     def loaded(self, version: int) -> None:
         """Note that the weights are now those of policy `version`.
 
-        Not an event of its own: when a broken update is repeated, one rank may already have loaded all of it before.
+        It is not hashed as an event: when a failed update is repeated, some of the ranks load the version twice.
         """
         self._version = version
 
@@ -147,7 +147,7 @@ class TpEngine(VllmEngine):
         """Start with the engine's `store` and `identity`; `report` gets the number and digest of each batch."""
         self.place = place
         self.tp_digest = TpDigest()
-        # The names go as soon as every rank has opened the memory: nothing stays behind, however the engine ends.
+        # The names are removed as soon as every rank has opened the memory, so nothing is left when the engine dies.
         self._executor = tp_executor(identity, lambda: unlink_segments(identity))
         with engine_group(place, store, config.timeout.collective):
             super().__init__(config, place.engine)

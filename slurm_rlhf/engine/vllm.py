@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEEP, DISCARD = 1, 2
-"""vLLM's sleep levels: the weights are kept in host memory, because an update brings adapters alone; or they are not,
-because those of the next policy version take their place."""
+"""vLLM's sleep levels: 1 keeps the weights in host memory, because an update brings adapters only; 2 drops them,
+because an update brings all weights."""
 
 
 class DeviceMemory(Readiness):
@@ -80,7 +80,7 @@ def vllm_environment(has_gpu: bool) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
     }
     if not has_gpu:
-        # Every rank would bind its threads to the first cores of the node and starve the others there.
+        # Otherwise every rank binds its threads to the first cores of the node, where they starve each other.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # One small function, the rank of the sampled token, is compiled with g++ at the first step: 3 to 17 s.
         variables["TORCHDYNAMO_DISABLE"] = "1"
@@ -127,13 +127,13 @@ def engine_config(config: Config) -> Any:
     args = EngineArgs(
         model=path,
         dtype=dtype,
-        # vLLM's own switch for training by reinforcement: `ModelConfig.head_dtype`.
+        # vLLM's own switch for reinforcement learning: `ModelConfig.head_dtype`.
         hf_overrides={"head_dtype": "float32"} if config.ds.fp32_lm_head else {},
         seed=config.train.seed,
         max_model_len=config.data.max_len,
         max_num_seqs=config.vllm.max_num_seqs,
         tensor_parallel_size=config.vllm.tensor_parallel_size,
-        # Its ranks are started by torchrun. A rank alone ignores torchrun's environment.
+        # torchrun starts the ranks of an engine. An engine of one rank ignores torchrun's variables.
         distributed_executor_backend="external_launcher" if config.vllm.tensor_parallel_size > 1 else None,
         distributed_timeout_seconds=math.ceil(config.timeout.collective),
         cpu_distributed_timeout_seconds=math.ceil(config.timeout.collective),
@@ -142,17 +142,17 @@ def engine_config(config: Config) -> Any:
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=on_cpu or config.vllm.enforce_eager,
         **adapter_arguments(config),
-        # On CPUs vLLM refuses the option and takes the calls.
+        # On CPUs vLLM refuses this option, but accepts `sleep` and `wake_up`.
         enable_sleep_mode=config.train.colocate_all and not on_cpu,
         # The next batch is scheduled while the device computes this one: on a GPU the 3 to 5 ms of Python of a step
-        # overlap its 9 ms of computing. None: vLLM's own rules decide. On CPUs it has no use for it.
+        # overlap its 9 ms of computing. None: vLLM's own rules decide. On CPUs it gains nothing.
         async_scheduling=False if on_cpu else None,
         scheduling_policy="fcfs",
-        # vLLM sets a seeded request's generator back after a part of a prompt; torch's for CPUs cannot do that.
+        # After a chunk of a prompt vLLM resets the request's seeded generator; torch's CPU generators have no offset.
         enable_chunked_prefill=False if on_cpu else None,
-        # Each TP rank would compile FlashInfer's kernels for it when it starts, which takes nvcc and minutes.
+        # Otherwise each TP rank compiles FlashInfer kernels when it starts, which takes nvcc and minutes.
         compilation_config={"pass_config": {"fuse_allreduce_rms": False}},
-        # Of the distribution that was sampled from: after temperature, top-k and top-p.
+        # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -169,7 +169,7 @@ def engine_config(config: Config) -> Any:
 
 
 def adapter_arguments(config: Config) -> dict[str, Any]:
-    """Return vLLM's arguments for adapters: as many at a time as there are policies that responses may be of."""
+    """Return vLLM's arguments for adapters: room for one per policy version that responses in flight may have."""
     if not config.lora.rank:
         return {}
     rank, at_once = adapter_rank(config.lora.rank), policies_at_once(config)
@@ -198,8 +198,8 @@ class VllmEngine(Engine):
     sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and is returned by
     the next step.
 
-    The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
-    of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
+    Each engine has a default process group of its own: of one rank, which vLLM makes, or of its TP ranks, which
+    `tp_engine` makes. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
     """
 
     _executor: Any = None
@@ -211,7 +211,7 @@ class VllmEngine(Engine):
         self._number = number
         self._path = config.actor.model_name_or_path
         self._config = engine_config(config)
-        # Before the engine: where vLLM runs the classes of transformers, they can be made within an engine only.
+        # Before the engine starts: if vLLM runs this model's transformers class, later only an engine can make it.
         self._skeleton = skeleton(self._path)
         lora = config.lora
         layers = target_layers(self._skeleton, lora.target_modules) if lora.rank else {}
@@ -225,7 +225,7 @@ class VllmEngine(Engine):
         self._adapters: Adapters | None = None
         if lora.rank:
             self._adapters = Adapters(self._core.llm, lora.rank, lora.alpha, lora.target_modules)
-            if lost := self._adapters.without_place(layers):
+            if lost := self._adapters.unsupported(layers):
                 raise ModelError(
                     f"{self._path}: vLLM has no adapters for {shortened(lost)}: leave them out of lora.target_modules"
                 )
@@ -255,9 +255,9 @@ class VllmEngine(Engine):
         if request.key in self._keys:
             raise RunError(f"engine {self._number}: request key {request.key!r} is in use")
         prompt_ids = [int(token) for token in request.prompt_ids]
-        # Never given twice, as in vLLM's own engine: a batch in flight may still have a request that has ended, and
-        # a response sampled for it would go to the next one of that name. Counted and not random: the same on all TP
-        # ranks, so those that the leader refuses, of which the others never hear, do not count.
+        # A name is never used twice: a batch in flight may still have a request that has ended, and its tokens would
+        # go to the next request of that name. The number is the same on all TP ranks: it counts no request that vLLM
+        # refuses, because the leader does not pass these on.
         name = f"{request.key}#{self._added}"
         adapter = self._adapters.current if self._adapters else None
         used = adapter.request if adapter else None
@@ -352,7 +352,7 @@ class VllmEngine(Engine):
         return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
 
     def sleep(self) -> int:
-        VllmEngine.drop(self)  # and not that of a leader: the other ranks sleep, too
+        VllmEngine.drop(self)  # not the leader's `drop`, which calls the other ranks: they sleep, too
         return self._ready.release()
 
     def wake(self, part: MemoryPart) -> None:
@@ -378,5 +378,5 @@ def check_loaded(model: Any, loaded: set[str] | None) -> None:
     if missing:
         raise SyncError(
             f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
-            f"of its own, which keep the old policy's: {shortened(missing)}. This architecture cannot be trained yet."
+            f"of its own, which keep their old values: {shortened(missing)}. This architecture cannot be trained yet."
         )

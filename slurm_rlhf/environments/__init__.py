@@ -3,7 +3,7 @@
 In processes of the worker pool: `kinds` (the conventions that a user's file may follow, and the environments of many
 episodes), `executor` (OpenRLHF's agents that ask the engine themselves), `user_class` (calls of a user's class,
 methods as tools). In the conductor: `host` (calls those processes, or those of servers), `turn_tokens` (what stands
-behind a turn that was sampled), `tool_calls` (the calls in its text, by the formats of `formats.toml`). Where
+after a turn that was sampled), `tool_calls` (the calls in its text, by the formats of `formats.toml`). Where
 environments are served to runs: `host`, too. `records` travels between them.
 
 May import: base modules, config, data, workers. transformers in `_transformers` alone, inside functions. No torch.

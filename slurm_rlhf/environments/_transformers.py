@@ -1,4 +1,4 @@
-"""The parts of transformers that environments need, written for transformers 5.19.0. No torch comes with the tools.
+"""The parts of transformers that environments need, written for transformers 5.19.0. They import no torch.
 
 utils/chat_template_utils.py get_json_schema(func)
 utils/chat_template_utils.py DocstringParsingException
@@ -40,7 +40,7 @@ def parsed_response(
 
 
 def tokenizer_class() -> Any:
-    """Import the class of tokenizers that are read of tokenizer.json, which takes seconds; no torch comes with it."""
+    """Import the class of tokenizers that are read from tokenizer.json; it takes seconds, and imports no torch."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast

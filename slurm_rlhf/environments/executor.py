@@ -41,7 +41,7 @@ class LlmEngine:
         """Asks of the episode; None: `execute` has ended."""
 
     async def generate(self, prompt_token_ids: Any, sampling_params: Any = None, multi_modal_data: Any = None) -> Any:
-        """Wait for a turn of the policy behind `prompt_token_ids`; return it as vLLM's RequestOutput has it."""
+        """Wait for a turn of the policy after `prompt_token_ids`; return it as vLLM's RequestOutput has it."""
         if multi_modal_data:
             raise EpisodeError("multi_modal_data: models see no images here")
         if (limit := getattr(sampling_params, "max_tokens", None)) is not None and limit < 1:
@@ -64,7 +64,7 @@ class ExecutorEnvironment(UserClass):
 
     def begin(self, start: Start) -> Begun:
         self._sampling = start.sampling
-        self._ids: list[int] = []  # tokens so far: what `execute` has asked behind, and what was sampled
+        self._ids: list[int] = []  # tokens so far: those that `execute` gave the engine, and those that were sampled
         self._ranges: list[tuple[int, int]] = []  # first and end of each answer in `_ids`
         asks: asyncio.Queue[Ask | None] = asyncio.Queue()
         self._engine.asks = asks
@@ -94,7 +94,7 @@ class ExecutorEnvironment(UserClass):
         answer = self._sampled([], "", _CUT_OFF)  # no turn is left; `execute` may still say what it was worth
         if not answer.done:
             raise EpisodeError(
-                f"{self.file}: {self._name} asks for more behind an answer of no tokens (finish_reason {_CUT_OFF}), "
+                f"{self.file}: {self._name} asks for more after an answer of no tokens (finish_reason {_CUT_OFF}), "
                 "which ends an episode at env.max_turns, env.max_seconds or data.max_len: have it return there"
             )
         return answer
@@ -129,9 +129,9 @@ class ExecutorEnvironment(UserClass):
         ids, before, sampling = self._ask.ids, self._ids, self._ask.sampling
         if ids[: len(before)] != before:
             raise EpisodeError(
-                f"{self.file}: {self._name} asks the engine to go on behind {len(ids)} tokens that do not begin with "
+                f"{self.file}: {self._name} asks the engine to go on after {len(ids)} tokens that do not begin with "
                 f"the {len(before)} so far: an episode is one sequence, so ask again when the answer is there, and "
-                "behind its token_ids as they are, never encoded again"
+                "after its token_ids as they are, never encoded again"
             )
         for name, own in self._sampling.items():
             if name in ("temperature", "top_p") and getattr(sampling, name, own) != own:

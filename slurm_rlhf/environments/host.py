@@ -24,7 +24,7 @@ import msgspec
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
-from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
+from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Start, Turn
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Servers, WorkServer, servers_of, token_of
@@ -44,10 +44,10 @@ class EnvironmentServer(WorkServer):
     beat_s = timeouts.SERVER_BEAT_S
 
     def __init__(self, address: tuple[str, int], pool: WorkerPool, timeout_s: float, serves: str, token: str) -> None:
-        """`timeout_s`: of a call, at most; the other arguments as in `WorkServer`."""
+        """`timeout_s`: longest time-out of a call; the other arguments as in `WorkServer`."""
         super().__init__(address, pool, timeout_s, serves, token)
         self._numbers, self._lock = itertools.count(), Lock()
-        self._played: dict[str, _Played] = {}  # episode -> where it is; the one that was called last stands last
+        self._played: dict[str, _Played] = {}  # episode -> where it is, in the order of last calls
 
     def begin(self, body: dict[str, Any]) -> Future[Any]:
         method, timeout_s = body["method"], min(float(body["timeout_s"]), self.timeout_s)
@@ -84,7 +84,7 @@ class EnvironmentServer(WorkServer):
             _drop(played.lease, played.number, self.timeout_s)
 
     def _forget_old(self) -> None:
-        """Forget the episodes of runs that have ended without a word; those that were called last stand last."""
+        """Forget the episodes of runs that have ended without a word; `_played` is in the order of last calls."""
         until = time.monotonic() - timeouts.EPISODE_IDLE_S
         with self._lock:
             old = [*itertools.takewhile(lambda name: self._played[name].called < until, self._played)]
@@ -93,9 +93,9 @@ class EnvironmentServer(WorkServer):
 
 
 class RemoteLease:
-    """Calls the server that has answered `begin`; then every call raises WorkerError of kind `gone` if it is away.
+    """Calls the environment of one episode on a server.
 
-    Before, a call waits while no server answers.
+    Until a server has answered `begin`, a call waits; after that it raises WorkerError of kind `gone` if that is away.
     """
 
     def __init__(self, servers: Servers) -> None:
@@ -126,7 +126,7 @@ class RemoteLease:
 
 T = TypeVar("T")
 AT_ONCE = 256
-"""Calls of servers that are in flight at most."""
+"""Most calls to servers in flight."""
 
 
 def _drop(lease: Lease | RemoteLease, number: int, timeout_s: float) -> None:
@@ -141,13 +141,13 @@ def code_of(file: str) -> Code:
     return Code(Instances.__module__, Instances.__name__, {"file": file})
 
 
-class Homeless(Exception):
+class ProcessLost(Exception):
     """Says that the process of an environment was ended by another environment in it, or that its server is away."""
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Calls the environment of one episode in its process. Each call may raise EpisodeError or Homeless.
+class EpisodeCalls:
+    """Calls the environment of one episode in its process. Each call may raise EpisodeError or ProcessLost.
 
     What an environment raises is an error of its episode alone. One that ends its process, or is late, takes the other
     episodes in it along: they begin anew.
@@ -179,7 +179,7 @@ class Home:
             answer = await asyncio.wrap_future(asked)
         except WorkerError as error:
             if error.kind == GONE:
-                raise Homeless from None
+                raise ProcessLost from None
             file = "" if error.kind == RAISED or self.host.servers else f"{self.host.file}: "
             advice = "; make it faster or raise timeout.environment" if error.kind == LATE else ""
             raise EpisodeError(f"{file}{error}{advice}") from error
@@ -194,8 +194,8 @@ class Host:
     ) -> None:
         """Start the processes, on `nodes` or, where there are none, here, unless they are on servers.
 
-        `printed`: the file for what environments print; None: it is printed as usual. `note` tells the user of servers
-        that do not answer. Raises ConfigError.
+        `printed`: the file for the output of environments; None: this process's output. `note` tells the user of
+        servers that do not answer. Raises ConfigError.
         """
         env, self.timeout_s, self.start_s = config.env, config.timeout.environment, config.timeout.connect
         self.file = env.path
@@ -206,7 +206,7 @@ class Host:
         else:
             self._pool = WorkerPool(code_of(env.path), env.workers, env.memory_mb, self.start_s, printed, nodes)
 
-    def describe(self) -> dict[str, Tools]:
+    def describe(self) -> dict[str, EnvironmentInfo]:
         """Describe each environment, once all processes have loaded the file. Raises EpisodeError."""
         try:
             if self.servers is None:
@@ -216,11 +216,11 @@ class Host:
             lease.end()
         except WorkerError as error:
             raise EpisodeError(str(error)) from error
-        return msgspec.convert(found, dict[str, Tools])
+        return msgspec.convert(found, dict[str, EnvironmentInfo])
 
-    def home(self, number: int) -> Home:
+    def calls_of(self, number: int) -> EpisodeCalls:
         """Choose a process for the environment of episode `number`."""
-        return Home(self, self._lease(), number)
+        return EpisodeCalls(self, self._lease(), number)
 
     def _lease(self) -> Lease | RemoteLease:
         return self._pool.lease() if self.servers is None else RemoteLease(self.servers)

@@ -22,7 +22,7 @@ import msgspec
 
 from slurm_rlhf.environments._transformers import tokenizer_class
 from slurm_rlhf.environments.executor import EXECUTOR, executor_of
-from slurm_rlhf.environments.records import Answer, Begun, Start, Tools, Turn
+from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Start, Turn
 from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
 from slurm_rlhf.user_files import file_and_name, functions_in, run_file
@@ -41,7 +41,7 @@ class ToolEnvironment(UserClass):
     def begin(self, start: Start) -> Begun:
         self.row = start.row
         if not isinstance(said := self.reset(start), str | None):
-            raise self.wrong("reset", said, "a string, which goes behind the last message, or None")
+            raise self.wrong("reset", said, "a string, which goes after the last message, or None")
         messages = [dict(one) for one in start.messages]
         messages[-1]["content"] += said or ""
         return Begun(messages)
@@ -173,7 +173,7 @@ def kind_of(made: type) -> str:
 def load(file: Path, name: str = "") -> dict[str, type]:
     """Run the user's file; return its environments by the name in the column `environment`, "" if there is but one.
 
-    `name`: what to take of the file: a class, several by name, a function, which is the tool, or a list of such.
+    `name`: what to take from the file: a class, several by name, a function, which is the tool, or a list of functions.
     Raises EpisodeError for a file without a usable class.
     """
     _agent_module()
@@ -242,8 +242,8 @@ class Instances:
         self.played: dict[int, Any] = {}
 
     def describe(self) -> dict[str, Any]:
-        """Describe each environment, as `Tools`. Raises EpisodeError for a tool without type hints, or a class with
-        arguments."""
+        """Describe each environment, as `EnvironmentInfo`. Raises EpisodeError for a tool without type hints, and for a
+        class with arguments."""
         return {name: msgspec.to_builtins(self._described(made)) for name, made in self.classes.items()}
 
     def begin(self, number: int, given: Any) -> Any:
@@ -274,7 +274,7 @@ class Instances:
         if (played := self.played.pop(number, None)) is not None:
             played.leave()
 
-    def _described(self, made: Any) -> Tools:
+    def _described(self, made: Any) -> EnvironmentInfo:
         kind = kind_of(made)
         needed = [] if kind == "gym" else _required(made.__init__)
         if needed:
@@ -282,11 +282,11 @@ class Instances:
                 f"{self.file}: {made.__name__}.__init__ needs {', '.join(needed)}: it is called without arguments"
             )
         reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []
-        return Tools(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)
+        return EnvironmentInfo(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)
 
 
 def _required(method: Callable[..., Any]) -> list[str]:
-    """List the parameters of a method, but for self, that have no default."""
+    """List the parameters of a method that have no default, without self."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]

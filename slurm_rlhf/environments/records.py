@@ -36,7 +36,7 @@ class Begun(Struct, forbid_unknown_fields=True):
     text: str | None = None  # the whole prompt as text, which gets no chat template
     ids: list[int] | None = None  # the whole prompt as tokens
     limit: int | None = None  # most tokens of the turn; None: as many as any turn
-    name: str = ""  # the environment of the row, in `Described`
+    name: str = ""  # the environment of the row, as `Instances.describe` names it
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class Answer(Struct, forbid_unknown_fields=True):
     counts: dict[str, int] = {}  # `CALLS` and the kinds of errors of tools -> how many
 
 
-class Tools(Struct, forbid_unknown_fields=True):
+class EnvironmentInfo(Struct, forbid_unknown_fields=True):
     """Describes an environment."""
 
     kind: str  # a key of `kinds.KINDS`

@@ -28,7 +28,7 @@ Read = Callable[[str, Schemas], list[ToolCall]]
 
 THINKING, END_OF_THINKING = "<think>", "</think>"
 DEEPEST = 100
-"""Levels of nesting of a call at most."""
+"""Most levels of nesting in a call."""
 _STRINGS = re.compile(r'"(?:\\.|[^"\\])*+"?', re.DOTALL)
 PROBE = ToolCall("look_up", {"text": "slurm-rlhf", "count": 7})
 PROBE_SCHEMA: dict[str, Any] = {
@@ -58,7 +58,7 @@ class ToolFormat:
     pair: re.Pattern[str] | None
 
     def read(self, text: str, schemas: Schemas) -> list[ToolCall]:
-        """Read the calls behind the thinking; one that is broken has an error in place of arguments."""
+        """Read the calls after the thinking; one that is broken has an error in place of arguments."""
         text = text.rpartition(END_OF_THINKING)[2]
         matches = list(self.call.finditer(text))
         found = [call for match in matches for call in self._calls(match.groupdict(), schemas)]
@@ -136,7 +136,7 @@ class ToolReader:
     read: Read
     as_text: bool  # the template takes arguments as JSON text
     outside: Callable[[str], dict[str, Any]] = lambda text: {}  # reads the text outside calls into fields of a message
-    cut: Callable[[str], str] = str  # makes what `read` and `outside` take of a turn with its special tokens
+    cut: Callable[[str], str] = str  # turn with its special tokens -> text that `read` and `outside` take
 
     def written(self, text: str, plain: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Make the message of a turn as TRL's rewards get it; its content is `plain` where a call is broken."""

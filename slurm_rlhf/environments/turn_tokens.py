@@ -1,7 +1,7 @@
 """Makes the tokens of an episode: its prompt, and what stands between two turns that the policy has sampled.
 
 Sampled tokens are never encoded again. The next prompt is the one before, the sampled tokens, and the tokens of a
-suffix: what the chat template puts behind an answer when messages follow, which is the difference of two renderings of
+suffix: what the chat template puts after an answer when messages follow, which is the difference of two renderings of
 a conversation made up for it.
 """
 
@@ -51,7 +51,7 @@ class TurnTokens:
     def behind(
         self, before: Sequence[int], messages: Messages, calls: Sequence[ToolCall] = (), tools: Schemas = ()
     ) -> list[int]:
-        """Encode `messages` behind the tokens so far, whose last are a sampled turn, up to where the next turn starts.
+        """Encode `messages` after the tokens so far, whose last are a sampled turn, up to where the next turn starts.
 
         `calls`: the calls in that turn, which the messages answer; `tools`: what the prompt was made with.
         """
@@ -62,11 +62,11 @@ class TurnTokens:
         return ids[1:] if ids[:1] == list(before[-1:]) else ids
 
     def text_behind(self, before: Sequence[int], text: str) -> list[int]:
-        """Encode a text as it is behind the tokens so far."""
+        """Encode a text as it is after the tokens so far."""
         return ids_behind(list(before), text, self.tokenizer)
 
     def suffix(self, messages: Messages, calls: Sequence[ToolCall] = (), tools: Schemas = ()) -> str:
-        """Return what the chat template puts behind an answer: its end, the messages, and the next turn's start.
+        """Return what the chat template puts after an answer: its end, the messages, and the next turn's start.
 
         Raises ModelError where it changes what stands before.
         """

@@ -1,4 +1,4 @@
-"""Calls a user's class, of whose instances each plays an episode, and makes tools of its public methods."""
+"""Calls a user's class, each of whose instances plays an episode, and makes tools of its public methods."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class UserClass:
         return self.run(f"{self.made.__name__}.{name}", lambda: getattr(self.instance, name)(*arguments, **named))
 
     def run(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do what runs the user's code. Raises EpisodeError."""
+        """Call `work`, which runs the user's code. Raises EpisodeError."""
         try:
             return self.value(work())
         except (Exception, SystemExit) as error:
             raise EpisodeError(f"{line_of(self.file, error)}: {what} raised {text_of(error)}") from error
 
     def value(self, found: Any) -> Any:
-        """Wait for a coroutine."""
+        """Return `found`, or what it returns if it is a coroutine."""
         return self.loop.run_until_complete(found) if inspect.isawaitable(found) else found
 
     def wrong(self, name: str, answer: Any, expected: str) -> EpisodeError:
@@ -78,7 +78,7 @@ class UserClass:
 
     def reset(self, start: Start) -> Any:
         """Call `reset` with the row as `row`, or with those of its columns that it names."""
-        self.call("__init__")  # which OpenRLHF allows to be a coroutine
+        self.call("__init__")  # by `call`: OpenRLHF allows a coroutine
         if "row" in inspect.signature(self.instance.reset).parameters:
             return self.call("reset", copy.deepcopy(start.row))
         return self.call("reset", **columns_of(self.instance.reset, start.row))
@@ -117,11 +117,11 @@ def columns_of(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 LONGEST = 100_000
-"""Characters of what a tool answers: more fits into no context."""
+"""Most characters of a tool's answer; a longer one would fit into no context."""
 
 
 def tools_of(made: type) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of a class that are tools, by name; but for static ones bound, so without `self`."""
+    """Return the public methods of a class that are tools, by name; all but static ones are bound: without `self`."""
     found = inspect.getmembers(made, inspect.isfunction)
     static = [name for name, _ in found if isinstance(inspect.getattr_static(made, name), staticmethod)]
     bound = {name: method if name in static else MethodType(method, made) for name, method in found}

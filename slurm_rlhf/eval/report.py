@@ -109,7 +109,7 @@ def wilson(sums: F64, counts: F64) -> Estimate:
     """Estimate a share, sum(sums) / sum(counts), with its score interval, which does not collapse near 0 and 1.
 
     sums, counts: [P] as in `bootstrap`, with every score (or figure of a prompt) between 0 and 1. The responses to one
-    prompt resemble each other: n is as many independent ones as have the variance that is seen, from P to all of them.
+    prompt resemble each other: n is how many independent ones have the variance that is seen, at least P, at most all.
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
     Sources: Wilson, JASA 22 (1927); Kish, Survey Sampling (1965), for the effective n.
     """
@@ -197,7 +197,7 @@ class DataSetReport:
     response_lengths: list[Subset]  # subsets by tokens of the response
     errors: int  # prompts without a response; they count as wrong
     failed: int  # prompts with no correct response
-    failures: list[dict[str, Any]]  # first response to some of those, by `_FAILURE`, its texts cut
+    failures: list[dict[str, Any]]  # first response to some of those: the fields `_FAILURE`, texts cut
 
     def metrics(self) -> dict[str, float]:
         """Return its figures by name, as metrics.jsonl and TensorBoard have them."""

@@ -139,7 +139,7 @@ class Evaluation:
 
 
 def numbered(sets: Sequence[EvalSet]) -> list[Prompt]:
-    """Return the prompts of data sets that go to the engines together: those of each behind those of the one before.
+    """Return the prompts of data sets that go to the engines together, with indexes that are unique over all of them.
 
     Rows of two files may have the same number, and engines know a request, and its seed, by the number of its prompt.
     """

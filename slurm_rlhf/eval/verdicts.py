@@ -31,12 +31,12 @@ class Bound:
 _TABLES = tomllib.loads(Path(__file__).with_name("verdicts.toml").read_text(encoding="utf-8"))
 
 BOUNDS: dict[str, dict[str, Bound]] = {
-    # Rounding alone: 2e-6 on small models. A fault shows in thousandths and more.
+    # Rounding alone makes 2e-6 on small models; a fault makes thousandths and more.
     "fp32": {check: Bound(1e-4, "mean" if "ratio" in check else "largest") for check in _TABLES["bf16"]},
-    # Eight bits: single tokens may be tenths apart, so the mean counts. The same pass twice differs only where a kernel
-    # adds up in no fixed order.
+    # A significand of 8 bits: single tokens may be tenths apart, so the mean counts. The same pass twice differs only
+    # where a kernel adds up in no fixed order.
     "bf16": {check: Bound(limit, "mean") for check, limit in _TABLES["bf16"].items()},
-    # Eleven bits, so an eighth of the rounding; a fourth of the bounds.
+    # A significand of 11 bits makes an eighth of bf16's rounding; the bounds are a fourth.
     "fp16": {check: Bound(limit / 4, "mean") for check, limit in _TABLES["bf16"].items()},
 }
 """ds.param_dtype -> check -> bound. All comparisons at that precision take it from here."""
@@ -83,7 +83,7 @@ def compare(
     """
     bound = BOUNDS[param_dtype][check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    # A single token has other causes than all of them.
+    # The number of tokens beyond the bound hints at the cause: one token has other causes than all tokens.
     beyond = int((~(apart[mask] <= bound.limit)).sum()) if bound.statistic == "largest" else 0
     found = f", {beyond} of them beyond; mean {apart[mask].mean():.2g}" if beyond else ""
     detail = f"{bound.statistic} of {int(mask.sum())} tokens{found}{_worst(apart, mask, engines, bound)}"

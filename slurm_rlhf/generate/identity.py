@@ -112,7 +112,7 @@ OF_ROWS = (
     "rollout.repetition_detection_min_pattern_size",
     "rollout.repetition_detection_min_count",
 )
-"""Keys that change those to the rows of `slurm-rlhf generate`."""
+"""Further keys that change the responses of `slurm-rlhf generate`."""
 ROWS, SHARD = "rows", "shard"
 
 Identity = dict[str, Any]
@@ -132,7 +132,7 @@ def identity_of(config: Config, model: Path, keys: Sequence[str] = ()) -> Identi
 
 
 def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
-    """Make `directory` the place of this output; answer whether it was begun before. `option` names the directory.
+    """Make `directory` the place of this output; return whether it was begun before. `option` names the directory.
 
     Raises ConfigError where it holds an output of something else, with both values, or one of unknown origin.
     """

@@ -68,7 +68,7 @@ class GenerateJob:
         self.finish("finished")
 
     def stopped(self, request: StopRequested) -> bool:
-        """Write the summary of a job that stops; answer whether this start has written any row."""
+        """Write the summary of a job that stops; return whether this start has written any row."""
         self.output.sync(time.monotonic(), 0.0)
         self.finish("stopped")
         return len(self.output.counts.done) > self.progress.before

@@ -23,7 +23,7 @@ from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.run_directory import RunDirectory
 
 EXPORT = "slurm_rlhf.trainer.export"
-"""Module that makes a Hugging Face directory of a checkpoint; it needs torch, so it is a process of its own."""
+"""Module that makes a Hugging Face directory from a checkpoint; it needs torch, so it is a process of its own."""
 MADE = "model"
 """Directory, in the run directory of the job, of a model that was made from a checkpoint."""
 DONE = "exported.ok"
@@ -102,7 +102,7 @@ def provide(source: Source, note: Callable[[str], None], log: Path) -> Path:
     with open(source.model.with_name(f".{MADE}.lock"), "a", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (source.model / DONE).is_file():
-            note(f"making a model of {source.checkpoint}")
+            note(f"making a model from {source.checkpoint}")
             _export(source, log)
     return source.model
 

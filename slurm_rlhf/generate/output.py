@@ -47,7 +47,7 @@ def line_of(answer: OutputLine) -> bytes:
         del row["token_ids"], row["logprobs"]
     if not answer.error:
         del row["error"]
-    # ASCII: a lone surrogate of a prompt has no UTF-8, and no reader takes an escaped line end for one.
+    # ASCII: UTF-8 cannot encode a lone surrogate, and no reader takes an escaped U+2028 for the end of a line.
     return json.dumps(row).encode("ascii") + b"\n"
 
 

@@ -179,7 +179,7 @@ class RowCalls(Scheduler):
         error = news.error
         return not (error and ": EngineBroken: " in str(error) and self.handle.goes_on_without(news.engine, error))
 
-    # On the loop.
+    # Called on the event loop.
 
     def advance(self) -> None:
         """Begin nothing: `ask_row` does."""
@@ -201,7 +201,7 @@ class RowCalls(Scheduler):
         work.lost = True
         del self._works[work.engine]
         for request in work.owed.values():
-            request.answer.cancel()  # its episode ends: a row that is tried again has others
+            request.answer.cancel()  # ends its episode: a row that is tried again has a new one
         for group in {request.group: None for request in work.owed.values()}:
             self._end(work.engine, group, error)
 

@@ -23,7 +23,7 @@ _BY_ITSELF = re.compile(
     r"\bkilled by SIG(KILL|SEGV|BUS|ILL|FPE)\b"
     r"|\bended: (Killed|Segmentation fault|Bus error|Illegal instruction|Floating point exception)\b"
 )
-"""Ends that are never caused by the end of another process: that gives an error, SIGABRT (a library) or SIGTERM."""
+"""Ends that the end of another process never causes: it leads to an error, to SIGABRT by a library, or to SIGTERM."""
 
 _LINES = 12  # lines of a log that an error quotes
 
@@ -36,7 +36,7 @@ class StartLogs:
         self.mark()
 
     def mark(self) -> None:
-        """Begin a start: errors in what was written before do not count for it."""
+        """Begin a start: what was written before does not count for it."""
         self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
 
     def of_ranks(self, role: str, node: str, ranks: Iterable[int]) -> list[Path]:
@@ -190,7 +190,7 @@ def _describe(end: Ended, ranks: RoleRanks | None, logs: StartLogs, name: Callab
     return f"its process group on {end.node} {end.how}" + (f"; gone: {names}" if names else "")
 
 
-SILENT_BEATS = 3  # number of missed heartbeats that is no accident
+SILENT_BEATS = 3  # heartbeats missed in a row from which on a rank counts as silent
 
 
 class Silence:
@@ -208,7 +208,7 @@ class Silence:
 
     @property
     def enough_s(self) -> float:
-        """Return how long a silence has to be that is evidence, together with something that broke."""
+        """Return the seconds of silence that are evidence of a death, once something else has failed, too."""
         return self._timeout.heartbeat / 2
 
     def ranks(self, seconds: float | None = None) -> list[Peer]:
@@ -221,10 +221,10 @@ class Silence:
         return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
 
     def nodes(self, dead: Collection[str]) -> set[str]:
-        """List the nodes of which no rank is heard any more, or ever was: those in `dead`.
+        """List the nodes of which no rank is heard any more, or, as those in `dead`, ever was.
 
-        A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may
-        import.
+        A rank that was killed is no evidence for its node, and neither is one that has not said hello yet: it may
+        still import libraries.
         """
         quiet = self.ranks()
         return {*dead, *(peer.host for peer in self._peers() if peer.silent or peer in quiet)} - self.heard_nodes()
@@ -234,9 +234,9 @@ class Silence:
 
 
 def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout) -> str:
-    """Say that ranks ended because the conductor was away; empty: they wait longer than it was.
+    """Say that ranks ended because the conductor was stopped; empty: it was not, or not for longer than they wait.
 
-    `absence_s`: how long it was, if that is no longer ago than so many seconds.
+    `absence_s(n)`: seconds for which it was stopped, if that ended within the last n seconds; else 0.
     """
     seconds = absence_s(timeout.heartbeat)
     if seconds < timeout.heartbeat - timeout.heartbeat_interval:

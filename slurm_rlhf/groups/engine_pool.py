@@ -54,7 +54,7 @@ class EnginePool:
         return len(self.handle.ready) < self.engines.left
 
     def admit(self, version: int) -> list[int]:
-        """Give engines that have started meanwhile the actor's weights, policy `version`; answer which they are.
+        """Give engines that have started meanwhile the actor's weights, policy `version`; return which they are.
 
         The others are not disturbed: they may be generating.
         """

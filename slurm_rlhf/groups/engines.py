@@ -48,7 +48,7 @@ class Engines:
     homes: InitVar[Mapping[int, str]]  # engine -> node
     config: Config
     fail: Callable[[Exception], None]  # ends the run
-    over: Callable[[], bool]  # tells whether it ends
+    over: Callable[[], bool]  # tells whether the run ends
 
     def __post_init__(self, handle: EngineHandle, homes: Mapping[int, str]) -> None:
         self._most = self.config.train.max_engine_restarts
@@ -57,9 +57,9 @@ class Engines:
         self._left_out: set[str] = set()  # nodes that the run has given up
         self._lock = threading.RLock()
         self._begun = False  # engines are asked to start
-        self._late = False  # it was said that some have not come
+        self._late = False  # True: the user was warned of engines that have not started
         self._all_at_once = False
-        self._apart = False  # no engine that dies ends the run
+        self._apart = False  # True: the run goes on even if an engine dies while it starts, or the last one dies
         self._version: int | None = None  # version of the policy that each engine has from its start
         self._note: Callable[[str], None] = lambda text: None
         self._started_once = False
@@ -289,7 +289,7 @@ class Engines:
     def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
         silent = self.server.silent(self.config.timeout.heartbeat / 2)
-        # Its node is, if it is silent and with it all processes of the run there.
+        # The node counts as gone if the engine is silent, and with it all processes of the run on the node.
         gone = unit.silent and all(peer.lost or peer in silent for peer in self.server.peers_on(unit.node))
         try:
             node = next_place(engine, unit.node, self._losses, spares, gone, self._most, launcher.unfit)
@@ -309,7 +309,7 @@ class Engines:
             self.fail(RoleDied(f"no engine is left: the last one, engine {engine} on {unit.node}, died: {last.why}."))
 
     def _put(self, engine: int, **changes: Any) -> None:
-        """Change what does not belong to the state of an engine."""
+        """Change what is known of an engine, except its state."""
         with self._lock:
             self._set(engine, replace(self._units[engine], **changes))
 

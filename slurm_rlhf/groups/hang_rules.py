@@ -31,7 +31,7 @@ _WAITS: tuple[tuple[str, Kind], ...] = (
     ("/vllm/distributed/", "collective"),
     ("/deepspeed/comm/", "collective"),
 )
-"""Part of a file's path -> what a thread waits for whose innermost call is there."""
+"""Part of a file's path -> what a thread waits for if its innermost call is in that file."""
 _WORK_LINES = (".wait(",)
 _DEVICE_LINES = ("synchronize(", ".item()", ".cpu()", ".tolist()")
 """Parts of lines in which a thread waits for its device: with NCCL it waits for collectives there."""
@@ -68,7 +68,7 @@ class RankState:
     """Says what a rank does."""
 
     kind: Kind
-    at: Frame | None = None  # innermost call that shows it
+    at: Frame | None = None  # innermost call; unless it is busy, outside of the standard library
     by: Frame | None = None  # innermost call outside of libraries
 
 
@@ -242,7 +242,7 @@ def _function(frame: Frame | None) -> str:
 
 
 def _of_conductor(threads: Sequence[ThreadStack]) -> str:
-    """Say where the conductor stands, whom no rank keeps waiting."""
+    """Say where the conductor is, if it waits for no rank."""
     for thread in threads:
         frames = [frame for frame in thread.frames if not _library(frame) and not frame.file.startswith(_OWN)]
         if thread.name in _USERS_CODE and frames:

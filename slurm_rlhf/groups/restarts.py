@@ -74,7 +74,7 @@ def roles_again(roles: Iterable[str], failed: str, engines_too: bool) -> tuple[s
     """List those of `roles` that start again together because `failed` broke the run.
 
     Ranks of trainers need each other, so all of them do. Engines start again alone (`next_place`) where their launcher
-    can do that; they do with the trainers if one of them broke the run all the same, or if they have to.
+    can do that; they start with the trainers if an engine broke the run all the same, or with `engines_too`.
     """
     with_engines = engines_too or ROLES[failed].kind == "engine"
     return tuple(role for role in roles if with_engines or ROLES[role].kind != "engine")

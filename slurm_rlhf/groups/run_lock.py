@@ -25,7 +25,7 @@ MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
 
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
+"""Errors of a file system without locks: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def exclusive(directory: RunDirectory) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """Writes what the disk takes: when it is full, the run says so itself."""
+    """Writes the log, and drops lines when the disk is full: the run itself reports that."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Drop the record, without the traceback that the library would print."""

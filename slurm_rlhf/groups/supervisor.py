@@ -68,7 +68,7 @@ class Supervisor:
         self.failure: Exception | None = None
         """Error that broke the run; None: it is not broken."""
         self.units = {role: Unit(role, nodes, began=time.monotonic()) for role, nodes in _nodes_of(ranks).items()}
-        """State of each role. Of those that fail only the first is lost: the others may miss a member."""
+        """State of each role. Only the first that fails becomes lost: others may fail because they miss its ranks."""
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle[Any]] = {}
         self.engines: Engines | None = None
@@ -93,7 +93,7 @@ class Supervisor:
     def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
-                old.retired = RunError("the role goes on after a restart; this call is of before")
+                old.retired = RunError("the call is from before the restart of the role")
             if role in roles:
                 arguments = [
                     f"--role={role}",
@@ -172,7 +172,7 @@ class Supervisor:
 
     @property
     def failed_role(self) -> Unit | None:
-        """Return the role whose failure `failure` is; None: that is not a role's."""
+        """Return the role whose failure broke the run; None: no role's did."""
         return next((unit for unit in self.units.values() if unit.gone), None)
 
     def here(self, role: str) -> set[int]:
@@ -263,7 +263,7 @@ class Supervisor:
                 self._watch_lost_nodes()
 
     def _known(self) -> list[RoleRanks]:
-        """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
+        """Return what is known of the ranks of each role whose end `Launcher.ended` reports."""
         here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
         roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
@@ -286,7 +286,7 @@ class Supervisor:
         for engine, how in self._engine_ends.news(launcher.ended() if launcher else ()):
             node, ranks = engines.node(engine), [g.ranks for g in self._ranks.tp_groups if g.engine == engine]
             logs = self._logs.of_ranks(ROLLOUT, node, ranks[0])
-            # One that ends while it starts has not said why.
+            # The log of an engine that ends while it starts says why.
             why = f"{how}.\n{self._logs.quote(logs)}" if engine not in engines.up else how
             if not self._leaving.is_set() and not self._goes_on_without(engine, why):
                 self._fail(ROLLOUT, (node,), how, logs)
@@ -298,7 +298,7 @@ class Supervisor:
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
         """Name the process groups that ended by themselves, in their order, unless a dead node is the cause.
 
-        NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
+        NCCL ends the processes whose peers are gone, and srun reports these ends, and nothing of the dead node.
         """
         end = self._deaths.ends[0]
         if self._launcher.address == LOOPBACK:

@@ -136,8 +136,8 @@ class TrainerRecovery:
         self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved.ranks)}{passed}")
         if moved.change:
             self.note(
-                f"warning: smaller from now on: {moved.words(self.config)}; the metrics are those of the full size "
-                "to the order in which sums are taken (1e-5 in fp32), not bit for bit"
+                f"warning: smaller from now on: {moved.words(self.config)}; the metrics differ from those of the "
+                "full size, by the order in which sums are taken (1e-5 in fp32)"
             )
         return moved
 

@@ -77,16 +77,16 @@ class Watchdog:
     def __post_init__(self) -> None:
         self._budgets = WaitBudgets(self.config.timeout.hang)
         self._phase = START
-        self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # a suspended run hangs nowhere
+        self._clock = ListeningClock(timeouts.WATCHDOG_ROUND_S)  # stands still while this process is suspended
         self._moved = self._clock.now()
         self._moves = 0  # count of the moves of ranks and users' code at that time
         self._hang: Hang | None = None
         self._stuck_since: float | None = None  # time of the last move before the hang
-        self._stuck_phase = ""  # phase of the hang; an error leaves it
+        self._stuck_phase = ""  # phase of the hang; kept when an error ends the phase
         self._act_at = 0.0
         self._asked_to_stop = False
         self._silent: set[str] = set()  # ranks that were not heard from for half of their limit
-        self._silence: tuple[Findings, HangVerdict] | None = None  # stacks taken then, if its process lives
+        self._silence: tuple[Findings, HangVerdict] | None = None  # stacks taken then, if a process held its lock
         self._lock = threading.Lock()  # protects the budgets and the phase
         self._reporting = threading.Lock()  # held while a hang is looked at
         self._late = LateStacks()
@@ -160,7 +160,7 @@ class Watchdog:
         self._late.stop()
 
     def _learn(self) -> float:
-        """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
+        """If something has moved, learn how long nothing had before; return how long nothing has moved now."""
         now, moves = self._clock.now(), self.supervisor.server.moves() + UNDER_WAY.ended
         if moves != self._moves:
             self._budgets.waited(self._phase, now - self._moved)
@@ -175,7 +175,7 @@ class Watchdog:
             if engines is not None and engines.all_lost:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
-            # At most a share of the deadline that comes first.
+            # No budget is larger than this share of the earliest deadline.
             ceiling = CEILING * min([flight.timeout_s for flight in flights] or [self.config.timeout.reward])
             budget = self._budgets.of(phase, ceiling, once=phase == START)
         if moved != self._stuck_since:
@@ -198,7 +198,7 @@ class Watchdog:
 
     def _goes_on(self, moved: float) -> None:
         if self._asked_to_stop:
-            # The run saves, and makes progress.
+            # The save that the hang asked for makes progress.
             self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
         elif self._hang is not None:
             self.note(f"the run goes on: step {self._hang.step} moves again")
@@ -218,7 +218,7 @@ class Watchdog:
         self._silent = silent
 
     def _ask(self) -> tuple[Findings, HangVerdict]:
-        self._late.stop()  # the answers take their time
+        self._late.stop()  # ranks may take long to answer
         found = ask_ranks(self.supervisor, self.directory, self.config.timeout)
         return found, self._judge(found)
 

@@ -8,8 +8,8 @@ workers of nodes that are kept for these. Without Slurm one agent, a child of th
 Starting: `launcher` (what starts roles and engines), `agent_launcher` with `agent_steps` and `srun` (in a Slurm job,
 and on one machine), `mpi/` (all of MPI).
 Jobs: `requeue` (the next job of a run; a job that has lost its first node), `submitit_job`.
-Examining: `examination` asks the nodes by an `interview` and judges, `needs` says what a run wants of them, and whether
-their GPUs are that; `examiner` starts a light process per rank for the collectives that `groups` lists. Pure:
+Examining: `examination` asks the nodes by an `interview` and judges, `needs` says what a run needs of them, and judges
+their GPUs; `examiner` starts a light process per rank for the collectives that `groups` lists. Pure:
 `network_checks` and `node_checks`; `report` shows them.
 
 mpi4py only in `mpi/assignment`, submitit only in `submitit_job`, torch only in `group_rank`, inside functions.

@@ -53,8 +53,8 @@ class _Engine:
 class EngineRanks:
     """Starts and watches the ranks of the engines on one node. Used by one thread, which must outlive them.
 
-    A role's torchrun ends all of its processes when one of them ends. Engines that only answer prompts are better
-    apart: each rank is a child of its own, and only the ranks of one engine end together.
+    torchrun would end all engines when one rank ends, but engines do not need each other: each rank is a child of its
+    own, and only the ranks of one engine end together.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class EngineRanks:
         environment: Mapping[str, str],
         only: Sequence[int] | None = None,
     ) -> None:
-        """`arguments`: of every rank; `environment`: the whole one of every rank, but for what tells them apart.
+        """`arguments`, `environment`: what all ranks have in common; the environment is otherwise complete.
 
-        `only`: the engines of the node that this is about; None: all.
+        `only`: numbers of the node's engines that are started; None: all.
         """
         self._logs = run_dir / "logs"
         self._node = node
@@ -101,7 +101,7 @@ class EngineRanks:
                 if opens:
                     variables[STORE_FD] = str(store.fileno())
                 log = self._logs / f"{ROLLOUT}.{self._node}.{rank}.start.log"
-                # A worker adds the two; where an engine has moved to another node the ranks here have gaps.
+                # A rank is --first_rank plus LOCAL_RANK; if an engine has moved to another node, the ranks have gaps.
                 command = [sys.executable, "-m", WORKER_MODULE, *self._arguments, f"--first_rank={rank - local}"]
                 fds = (store.fileno(),) if opens else ()
                 engine.ranks.append(start_child(command, log, variables, pass_fds=fds))
@@ -115,7 +115,7 @@ class EngineRanks:
             ranks = zip(engine.ranks, engine.group.ranks, strict=True)
             gone = [(code, rank, process.pid) for process, rank in ranks if (code := process.poll()) is not None]
             if gone:
-                code, rank, pid = min(gone)  # a signal first: a rank whose peer is gone ends by itself
+                code, rank, pid = min(gone)  # killed by a signal (negative): it ended before its peers
                 engine.how = (
                     f"rank {rank} of engine {engine.group.engine} on {self._node} (pid {pid}) {exit_text(code)}"
                 )
@@ -129,7 +129,7 @@ class EngineRanks:
         return any(not self.gone(number) for number in self._engines)
 
     @property
-    def deserted(self) -> bool:
+    def conductor_gone(self) -> bool:
         """Tell whether a rank has left because it heard nothing of the conductor."""
         ranks = (process for engine in self._engines.values() for process in engine.ranks)
         return any(process.poll() == CONDUCTOR_GONE_STATUS for process in ranks)
@@ -143,7 +143,7 @@ class EngineRanks:
         return all(process.poll() is not None for process in self._engines[number].ranks)
 
     def end(self, number: int, how: str = "") -> None:
-        """End what is left of an engine by force; `ended` tells of it, unless `how` does already."""
+        """End what is left of an engine by force; `ended` reports it, unless `how` says why."""
         engine = self._engines[number]
         engine.how = engine.how or how
         self._kill(engine)
@@ -215,8 +215,8 @@ class Agent:
                 del self._processes[role]
                 yield role, None, exit_text(code)
             elif process_state(process.pid).startswith("T"):
-                # A torchrun has the store of its ranks, which would wait for ever while they start.
-                print(f"{self._node}: a signal has stopped the process of {role}: it goes on", flush=True)
+                # torchrun serves the store of its ranks: without it those that start would wait for ever.
+                print(f"{self._node}: a signal has stopped the process of {role}: SIGCONT lets it go on", flush=True)
                 process.send_signal(signal.SIGCONT)
         for engine, how in (news for engines in self._engines for news in engines.ended()):
             print(f"engine {engine}: {how}", flush=True)
@@ -237,7 +237,7 @@ class Agent:
             case "start":
                 spec, ranks = request.argument(tuple[StepSpec, dict[str, Any]])
                 request.reply(self._start(spec, RankMap.from_json(ranks)))
-            case "end":  # a process that is stopped does not hear its conductor
+            case "end":  # for an engine whose processes are stopped, and do not hear the conductor
                 engine = request.argument(int)
                 for engines in self._with(engine):
                     engines.end(engine)
@@ -260,7 +260,7 @@ class Agent:
         return [engines for engines in self._engines if engines.has(engine)]
 
     def _slow(self, request: Request) -> Any:
-        """Return the answer to what takes its time, and starts no process that is to last."""
+        """Return the answer to a request that takes its time, and starts no process that must outlast the thread."""
         match request.method:
             case "facts":
                 return self._examiner.facts(request.argument(dict[str, int]))
@@ -318,13 +318,13 @@ class Agent:
     def _end(self) -> None:
         """End what is left. Ranks that miss the conductor leave by themselves, and one of their nodes ends the job."""
         wait_until(lambda: not self._running, timeouts.RANKS_LEAVE_S, 0.05, 0.05)
-        deserted = any(engines.deserted for engines in self._engines)
+        conductor_gone = any(engines.conductor_gone for engines in self._engines)
         self._kill([*self._processes, ROLLOUT])
         self._workers.close()
         self._examiner.close()
         if self._temporary is not None:
             self._temporary.remove()
-        if self._spec and self._ranks and deserted:
+        if self._spec and self._ranks and conductor_gone:
             await_end(self._spec, self._ranks, self._node, (self._orders.address, self._orders.port))
 
     def _kill(self, roles: Collection[str]) -> None:
@@ -363,7 +363,7 @@ def _absence(client: ControlClient, orders: Orders) -> str:
             said = str(error)
         if why := unreachable(orders.address, orders.port):
             return why
-    return said  # it is there, and does not answer
+    return said  # its port is open, but it does not answer
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ class AgentLauncher:
         news: list[Ended] = []
         with self._lock:
             for item in self._roles:
-                if not self.agents.will_run(item, self._stopping):
+                if not self.agents.retry(item, self._stopping):
                     log = item.running.log
                     news += [Ended(item.spec.role, node, how, log) for node, _, how in item.news()]
         return news
@@ -129,7 +129,7 @@ class AgentEngines:
             self._agents.write_map(self._ranks)
 
     def ended(self) -> list[tuple[int, str]]:
-        """Return (engine, how) of the engines that ended since the last call, but by `end`. Does not block."""
+        """Return (engine, how) of the engines that ended by themselves since the last call. Does not block."""
         with self._lock:
             self._look()
             news, self._news = self._news, {}
@@ -137,7 +137,7 @@ class AgentEngines:
 
     def _look(self) -> None:
         for step in self._steps if not self._stopping else ():
-            if self._agents.will_run(step):
+            if self._agents.retry(step):
                 continue
             here = {engine: node for engine, (at, node) in self._at.items() if at is step}
             for nodes, engine, how in step.news():

@@ -76,17 +76,17 @@ class AgentServer(ABC):
 
     @abstractmethod
     def begin(self, orders: Orders) -> None:
-        """Start an agent on each node; it does not wait for them. Raises RunError if that is not even begun."""
+        """Start an agent on each node, without waiting for them. Raises RunError if none can be started."""
 
     @abstractmethod
     def _note(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        """Take the event of an agent, which is here, or tells how something ended that it has started."""
+        """Take the event of an agent: it is here, or something that it has started has ended."""
 
     def _lose(self, peer: Peer) -> None:
         """Take note that an agent is gone."""
 
     def said(self) -> str:
-        """Return what agents printed, as one that does not reach this process, and the errors of what starts them."""
+        """Return what agents printed, such as one that cannot reach this process, and the output of srun."""
         return ""
 
     def over(self) -> bool:
@@ -140,7 +140,7 @@ class AgentServer(ABC):
 
 
 _ATTEMPTS = 5
-"""Starts of a step that failed for a reason which may be gone the next time."""
+"""Most starts of a step that fails for a passing reason."""
 
 
 @dataclass(slots=True)
@@ -158,14 +158,14 @@ class AgentStep:
     here: dict[str, Peer] = field(default_factory=dict)  # agents by node
     said: deque[tuple[str, int | None, str]] = field(default_factory=deque)
     attempts: int = 0
-    code: int | None = None  # exit status of `running` when `will_run` looked last: `news` knows no later one
+    code: int | None = None  # exit status of `running` at the last `retry`; `news` reads no later one
     reported: int = 0  # failures of `running` that `news` has seen
     over: set[str] = field(default_factory=set)  # nodes whose agent has said that all is over
 
     def news(self) -> list[tuple[str, int | None, str]]:
-        """Return (node, engine, how) of what ended since the last call; None: all that the step had there.
+        """Return (node, engine, how) of what ended since the last call; engine None: all that the step had there.
 
-        Agents tell it. Where an agent itself ended, srun does, and may name several nodes.
+        Agents report it. The end of an agent itself is reported by srun, which may name several nodes.
         """
         found = [self.said.popleft() for _ in range(len(self.said))]
         self.over |= {node for node, engine, _ in found if engine is None}
@@ -202,7 +202,7 @@ class AgentSteps(AgentServer):
         self.run_id = f"{run_dir.name}.{secrets.token_hex(8)}"
         """Name that no other start of the run has."""
         self._container = container
-        # The tasks print into it, too: a node may not see the run directory.
+        # The tasks print into the log of srun, too: a node may not see the run directory.
         self._nodes = self._step(nodes_step(topology, container), "nodes")
         self._workers = [self._step(workers_step(topology, kept, self.logs, container), WORKERS)] if kept else []
         self._steps: dict[str, AgentStep] = {}  # steps by the name of their start, without Slurm by role
@@ -249,10 +249,10 @@ class AgentSteps(AgentServer):
         self._start(started)
         return started
 
-    def will_run(self, step: AgentStep, stopping: bool = False) -> bool:
-        """Start a step once more that ended before it did anything, for a reason which may be gone the next time.
+    def retry(self, step: AgentStep, stopping: bool = False) -> bool:
+        """Start a step again if it ended before it did anything, for a passing reason; return whether it was started.
 
-        Returns whether it was; never when `stopping`.
+        Never when `stopping`.
         """
         step.code = step.running.code
         ended = step.code is not None and not (stopping or step.said or step.reported or step.over)
@@ -283,7 +283,7 @@ class AgentSteps(AgentServer):
             step.said.append((node, data["engine"], str(data["how"])))
 
     def _order(self, step: AgentStep, node: str) -> None:
-        """Let an agent start what it is there for; the torchruns of a role when that of the first node listens."""
+        """Let an agent start its processes; the torchruns of further nodes start once that of the first listens."""
         nodes = step.running.step.nodes
         alone = len(nodes) == 1 or not step.running.step.together
         if alone or node == nodes[0] or step.store:
@@ -317,7 +317,7 @@ class NodeWithWorkers(DistantNode):
     def __init__(self, steps: AgentSteps, running: RunningStep, node: str, tell: Callable[[str], None]) -> None:
         self.name, self._steps, self._running, self._tell = node, steps, running, tell
         self._role = f"{WORKERS} {node}"
-        self._told = threading.Lock()
+        self._reported = threading.Lock()
 
     def ask(self, method: str, key: str, arguments: str, limit_s: float) -> Future[str]:
         server = self._steps.server
@@ -336,7 +336,7 @@ class NodeWithWorkers(DistantNode):
         return f"it was not heard from for {silence_s:g} s" if self._role in [peer.role for peer in silent] else ""
 
     def lose(self, why: str) -> None:
-        if self._told.acquire(blocking=False):
+        if self._reported.acquire(blocking=False):
             self._tell(f"{WORKERS_LOST} on {self.name}: {why}")
 
 
@@ -347,7 +347,7 @@ class LocalAgents(AgentSteps):
         super().__init__(run_dir, None, topology, timeout=timeout)
 
     def start(self, spec: StepSpec, ranks: RankMap, name: str = "", only: Sequence[str] | None = None) -> AgentStep:
-        """Let the agent start `spec`; it starts again itself where somebody has killed it."""
+        """Let the agent start `spec`; an agent that was killed is started again first."""
         if self.over():
             for peer in self.residents.values():
                 self.server.give_up(peer.role, peer.rank, "it has ended")

@@ -100,7 +100,7 @@ def interface_to_others(ranks: RankMap, node: str) -> str:
 
 
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""Variables by which threads that wait do not spin: on shared cores they take the time of whoever has work."""
+"""Variables that keep waiting threads from spinning: on shared cores they would take time from those with work."""
 
 
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
@@ -128,8 +128,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
 def allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
     """Let PyTorch grow pieces of GPU memory, so that rows of ever other lengths leave no gaps, where that is safe.
 
-    Such memory cannot be mapped by another process, as weights of the actor are, and engines have it in pools that
-    sleep. Where all roles take turns it would not be given back in time.
+    Not for the actor, whose weights another process maps, which such memory does not allow; not for engines, whose
+    memory is in pools that sleep; nor where all roles take turns: it would not be given back in time.
     """
     mapped = role in (ACTOR, ROLLOUT) and ROLLOUT in ranks.roles
     if ranks.topology.accelerator != GPU or config.train.colocate_all or mapped:
@@ -151,5 +151,5 @@ def _variables(threads: int, alone: bool) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    # One machine: nothing of the whole run is.
+    # On one machine nothing of the whole run is to be reached from outside.
     return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables

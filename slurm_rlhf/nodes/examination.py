@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurm_rlhf.nodes.interview import Interview
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.75, 0.95
-"""Parts of the time limit at which the next stage begins, whoever is missing."""
+"""Shares of the time limit after which the next stage begins, without the nodes that are missing."""
 _PEERS = 8  # nodes that a node tries to reach on either side of it in the list
 
 
@@ -76,7 +76,7 @@ def _measured(talk: Interview, seen: Evidence) -> Evidence:
     if not (asked.thorough or asked.spares) and Report(asked.nodes, judge(seen), 0.0).verdict == FAILED:
         return replace(seen, unmeasured="a run cannot start here anyhow")
     unreached = {node for each in names(seen.facts).findings if each.verdict == FAILED for node in each.nodes}
-    away = (set(asked.nodes) - set(talk.met)) | unreached | set(asked.ranks.topology.workers)  # which need no GPU
+    away = (set(asked.nodes) - set(talk.met)) | unreached | set(asked.ranks.topology.workers)  # workers need no GPU
     slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
     pairs = links([node for node in asked.nodes if node not in away], slots)
     seen = replace(seen, links=talk.measure_links(pairs, asked.ranks.topology, LINKS))
@@ -149,7 +149,7 @@ class Evidence:
     versions: Mapping[str, str]  # package -> version in the conductor
     token: str  # in the canary
     facts: Mapping[str, NodeFacts]
-    said: str = ""  # words of the launcher
+    said: str = ""  # output of the launcher
     links: Sequence[Outcome] = ()
     groups: Sequence[Outcome] = ()
     unmeasured: str = ""  # why there are no links and groups

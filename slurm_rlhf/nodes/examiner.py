@@ -99,7 +99,7 @@ def no_compiler(environ: Mapping[str, str]) -> str:
 
 
 def left_locks(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """List the locks of torch extensions that no process here has open, as whoever builds one has it until the end.
+    """List the locks of torch extensions that no process here has open: whoever builds one has it open until the end.
 
     A builder that was killed leaves its lock, and all who want the extension wait until it is gone.
     """
@@ -190,7 +190,7 @@ _PROBES = 16  # connections that are tried at a time
 class Examiner:
     """Looks at the node of an agent, and takes part in measurements.
 
-    The thread that calls `introduce` lives as long as the agent: a process that imports torch ends with it. Other
+    The thread that calls `introduce` must live as long as the agent: a process that imports torch ends with it. Other
     threads may call the rest.
     """
 
@@ -294,4 +294,4 @@ class GroupHost:
     def end(self) -> None:
         """End the process and what it started."""
         with self._process, self._reports:
-            self._process.kill()  # its children go with it
+            self._process.kill()  # its children end with it

@@ -18,12 +18,12 @@ VARIABLE = "SLURM_RLHF_AGENT"
 
 
 NODES, WORKERS = "nodes", "workers"
-"""Names of the steps whose agents stay to the end of a run: from before it, on all nodes, and those with workers."""
+"""Names of the two steps whose agents stay to the end of a run: one on all nodes, from before it; one for workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Tell an agent who it is. The conductor listens at `address` and `port`, `keys` admit to it.
+    """Tell an agent who it is. The conductor listens at `address` and `port`, and accepts `keys`.
 
     `step` names the start of a role's step, whose agents start processes. Without it an agent stays from before the run
     to its end, and the other fields say what it is to look at.
@@ -104,7 +104,7 @@ class NodeFacts:
     most_files: int = UNKNOWN  # files that a process may open; UNKNOWN: no limit
     infiniband: bool = False
     compiler: str = ""  # parts that are missing to compile for Python; empty: none
-    locks: tuple[str, ...] = ()  # locks of torch extensions that nobody builds there
+    locks: tuple[str, ...] = ()  # stale locks of torch extensions: nobody builds these now
     addresses: tuple[str, ...] = ()
     interface: str = ""  # interface on the way to the conductor
     address: str = ""
@@ -114,7 +114,7 @@ class NodeFacts:
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     sandbox: str = ""  # kind that programs run in; empty: not asked, or none
     no_sandbox: str = ""  # why there is none
-    skew_s: float = 0.0  # its clock minus the conductor's, beyond the error of measuring
+    skew_s: float = 0.0  # its clock minus the conductor's, less the error of measuring
     reached: tuple[Reach, ...] = ()
 
 
@@ -129,9 +129,9 @@ class StepSpec:
     """Describe the processes of `role` in the run in `run_dir`.
 
     `run_id` names this start of the role, the same on every node. `environment` maps a node to the variables of the
-    role's processes there. `engines`: those of a node that are meant; None: all. `store`: where the first of the
-    role listens, as host:port; empty: this is the first. `caches`: what libraries compile goes to the node's own disk,
-    as the user's directories may be on a shared one.
+    role's processes there. `engines`: numbers of the engines to start; None: all of the node. `store`: where the
+    torchrun of the role's first node listens, as host:port; empty: this is the first node. `caches`: what libraries
+    compile goes to the node's own disk, as the user's directories may be on a shared one.
     """
 
     role: str
@@ -161,13 +161,13 @@ def worker_arguments(ranks: RankMap, role: str, share: NodeShare) -> list[str]:
 def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) -> list[str]:
     """Return the torchrun command line of `spec` on `node`."""
     share, shares = share_on(ranks, spec.role, node), ranks.roles[spec.role]
-    # Alone on its node, the store binds port 0 itself: no other process can take a port chosen beforehand.
+    # A role on one node has its store bind port 0 itself: another process could take a port chosen beforehand.
     store = spec.store or f"{shares[0].node if len(shares) > 1 else LOOPBACK}:0"
     return [
         sys.executable,
         "-m",
         TORCHRUN_MODULE,
-        # Not by torch's own ways to meet: those listen on every address of the node.
+        # torch's own rendezvous backends would listen on every address of the node.
         f"--nnodes={len(shares)}",
         "--rdzv-backend=bound",
         f"--rdzv-endpoint={store}",

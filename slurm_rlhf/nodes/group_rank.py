@@ -22,7 +22,7 @@ from slurm_rlhf.wire import timeouts
 Tell = Callable[[dict[str, Any]], object]
 
 _POLL_S = 0.02
-_ENOUGH_S = 0.3  # a slow operation is not repeated
+_ENOUGH_S = 0.3  # an operation that takes longer is not repeated
 _SMALL = 5  # repeats of the smallest message
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 """Bytes of the large message."""
@@ -80,7 +80,7 @@ def _take_part(order: dict[str, Any], process: int, listening: int, tell: Tell) 
     first = process == 0
     own_socket = {"master_listen_fd": os.dup(listening)} if first else {}
     limit = timedelta(seconds=order["limit_s"])
-    # Without the store nothing is known of any group: what goes wrong here is no report.
+    # An error here is not reported: without the store nothing is known of any group.
     store = TCPStore(order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket)
     groups = [group for stage in order["stages"] for group in stage]
     for name, processes in [group for group in groups if process in group[1]]:
@@ -162,7 +162,7 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
         broadcast(slow)
         return found if slow.item() else min(found, operation(large))
 
-    all_reduce(small)  # and with it everybody is there
+    all_reduce(small)  # connects all ranks
     latency = sorted(all_reduce(small) for _ in range(_SMALL))[_SMALL // 2]
     figures = {"latency_s": latency, "there_s": best(all_reduce), "back_s": best(broadcast), "size": size}
     all_reduce(small)  # nobody leaves before all are through

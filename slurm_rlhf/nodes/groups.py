@@ -11,7 +11,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 
 LINK, ZERO, TP, SYNC = "link", "ZeRO", "TP", "sync"
 MOST_ROUNDS = 4
-"""Partners of a node, at most: more say nothing more about it, and take longer."""
+"""Most partners of a node: further ones take time and show nothing new."""
 
 
 class GroupProcess(NamedTuple):
@@ -58,7 +58,7 @@ class Figures:
 
     @property
     def rate(self) -> float:
-        """Return bytes per second of the slower of the two."""
+        """Return bytes per second of the slower of the two large operations."""
         return self.size / max(self.there_s, self.back_s, 1e-9)
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _PAUSE_S = 0.02
 
 SUSPICIOUS = 0.5
-"""Share of the fastest link's rate: what is below is measured again, as a busy moment of a node is no slow link."""
+"""A link below this share of the fastest one's rate is measured again: its nodes may have been busy for a moment."""
 
 
 class Interview:
@@ -42,11 +42,11 @@ class Interview:
         return [node for node in list(self.met) if not self._agents.residents[node].lost]
 
     def seconds(self) -> float:
-        """Return the time since the begin."""
+        """Return the seconds since the interview began."""
         return time.monotonic() - self._begun
 
     def left(self, until: float) -> float:
-        """Return the seconds until a part of the time, from 0 to 1, is over."""
+        """Return the seconds that are left until `until`, a share of the time limit from 0 to 1."""
         return until * self._limit_s - self.seconds()
 
     def meet(self, nodes: Collection[str], until: float) -> None:
@@ -64,7 +64,7 @@ class Interview:
         wait_until(all_known, self.left(until), _PAUSE_S)
 
     def learn(self, peers: Mapping[str, Mapping[str, int]], until: float) -> None:
-        """Collect the facts of the agents; each tries to reach its `peers`, and the port of each."""
+        """Collect the facts of the agents; `peers`: node -> {node that its agent tries to reach: port}."""
         calls = {node: self._ask(node, "facts", others, NodeFacts) for node, others in peers.items()}
         for node, facts in self.gather(calls, until).items():
             self.facts[node] = replace(facts, node=node, skew_s=self._skews[node])
@@ -73,7 +73,7 @@ class Interview:
         return self._agents.call(self._agents.residents[node], method, argument, result, max(self.left(1.0), 0.0))
 
     def gather(self, calls: Mapping[str, Future[T]], until: float) -> dict[str, T]:
-        """Return the answers that come before this part of the time is over."""
+        """Return the answers that come before `until`, a share of the time limit."""
 
         def enough() -> bool:
             return all(call.done() for call in calls.values()) or self._agents.over()
@@ -103,7 +103,7 @@ class Interview:
         first = lineup.processes[0].node
         known = {node.name: node for node in topology.nodes}
         taking_part = dict.fromkeys(process.node for process in lineup.processes)
-        # Ranks compute on GPUs where there are some, and torch is built for them everywhere.
+        # NCCL only where the run has GPUs and every node has torch with CUDA.
         on_gpus = topology.accelerator == GPU and all(each.equipment.get("cuda_build") for each in self.facts.values())
         calls = {}
         for node in taking_part:
@@ -127,7 +127,7 @@ class Interview:
 
 
 def skew(asked: float, clock: float, heard: float) -> float:
-    """Return the seconds by which a clock is ahead that was read between two moments, as far as that is certain."""
+    """Return by how many seconds `clock`, read between `asked` and `heard`, is at least ahead; negative: behind."""
     ahead = clock - (asked + heard) / 2
     return math.copysign(max(abs(ahead) - (heard - asked) / 2, 0.0), ahead)
 

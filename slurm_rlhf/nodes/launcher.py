@@ -37,7 +37,7 @@ class Ended:
 
 
 def names_in(nodes: str) -> list[str]:
-    """List the nodes that an `Ended` or srun names; where it is no list, that."""
+    """List the nodes in a host list of an `Ended` or of srun; text that is no host list is returned as it is."""
     try:
         return expand(nodes)
     except PlacementError:
@@ -51,7 +51,7 @@ class Launcher(Protocol):
     """Why no role can be started again; empty: roles can."""
 
     unfit: Mapping[str, str]
-    """Node of the allocation -> why it is to take over no ranks, though it has none."""
+    """Node of the allocation without ranks -> why none may move to it."""
 
     @property
     def agents(self) -> AgentServer:
@@ -63,7 +63,7 @@ class Launcher(Protocol):
 
     @property
     def engines(self) -> AgentEngines | None:
-        """Return what keeps the engines that `start` has started: it, and not `ended`, tells of those that end.
+        """Return the engines that `start` has started; their ends are reported there, and not by `ended`.
 
         None: there are none, or they are started like any other role and none can start again.
         """

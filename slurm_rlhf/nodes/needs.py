@@ -1,6 +1,6 @@
-"""What a run wants of its nodes, from its configuration and rank map, and what is left of the user's quota.
+"""What a run needs of its nodes, from its configuration and rank map, and what is left of the user's quota.
 
-Whether the GPUs that the nodes report are what it wants, pure rules say.
+Pure rules judge whether the GPUs that the nodes report are what it needs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
 
 
 _FILES_OF_A_RANK = 4
-_FILES_OTHER_SOURCE = 32
+_OTHER_FILES = 32
 _FP32 = 4
 _ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
 
@@ -251,7 +251,7 @@ def space_of(config: Config) -> Space | None:
     saved = [role for role in running_roles(config) if role.kind == "trained"]
     width = _FP32 if config.ds.param_dtype == "fp32" else 2
     one = sum(models[role.name].parameters * (width + _ADAM) for role in saved)
-    files = _FILES_OTHER_SOURCE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
+    files = _OTHER_FILES + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
     there = size_of(RunDirectory(Path(config.run_dir)).checkpoints)
     return Space(one, files, config.ckpt.max_num, there)
 
@@ -279,9 +279,9 @@ def quota_on(directory: Path) -> Quota | None:
     if kind == "lustre":
         words, place = ["lfs", "quota", "-q", "-u", str(os.getuid()), str(point)], str(point)
     else:
-        # Long lines and no words for the grace time: each line has all of its fields.
+        # -w: a file system is one line; -p: the grace time is a number. So each line has all of its fields.
         words, place = ["quota", "-w", "-p", "-u"], device
-    # A quota that is used up gives the same exit status.
+    # The exit status says nothing: it is a failure, too, where a quota is used up.
     said = command(words, timeout_s=timeouts.QUOTA_S).stdout
     return read_quota(said, place, " ".join(words[:2] if kind == "lustre" else words[:1]))
 

@@ -15,9 +15,9 @@ from slurm_rlhf.workers.http import Health
 Facts = Mapping[str, NodeFacts]
 
 SKEW_S = 2.0
-"""Clocks of a cluster with NTP agree to milliseconds; file systems keep times in seconds."""
+"""Difference of clocks that is a warning: with NTP they agree to milliseconds; file systems keep times in seconds."""
 SKEW_FAILS_S = 300.0
-"""Munge and Kerberos refuse credentials that are five minutes old, or from the future."""
+"""Difference of clocks that is an error: Munge and Kerberos refuse credentials of five minutes ago, or ahead."""
 
 
 def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Check:
@@ -36,7 +36,7 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
 
 
 def names(facts: Facts) -> Check:
-    """Name nodes whose names lead nowhere, or to another node."""
+    """Name nodes whose names do not resolve, or resolve to another node."""
     found: list[Finding] = []
     for culprit in facts:
         seen = {by: each for by, there in facts.items() for each in there.reached if each.node == culprit}
@@ -110,16 +110,16 @@ def servers(found: Sequence[Health]) -> Check:
 
 
 SLOW = 1 / 3
-"""Of the median of the peers: what is below is named."""
+"""Share of the peers' median rate; a link or group below it is named."""
 FAR_BELOW = 1 / 10
-"""Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
+"""Share of an interface's speed; of two nodes a link below it is named. One stream of bytes does not fill it."""
 _STREAM_MBITS = 10_000  # expected of one TCP stream, however fast the interface
 _MB = 1e6
 _NOT_TRIED = "Importing torch is slow there, or an earlier group failed"
 
 
 def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -> Check:
-    """Name nodes all of whose links are slow, and single links that are though both their nodes have faster ones.
+    """Name nodes all of whose links are slow, and single slow links between nodes that have faster ones.
 
     Two nodes have no peers: there the figure is what the slower interface is made for, by `mbits` of each node. With
     more, a node is as fast as its fastest link: a slow one makes the links of its partners slow, too.

@@ -14,8 +14,8 @@ Facts = Mapping[str, NodeFacts]
 
 MIB = 1 << 20
 SHM_OF_A_RANK = 32 * MIB
-"""What NCCL takes of shared memory for a rank: buffers of some MiB for each neighbour."""
-FILES_OTHER_SOURCE = 256
+"""Shared memory that NCCL takes for a rank: buffers of some MiB for each neighbour."""
+OTHER_FILES = 256
 FILES_OF_A_RANK = 8
 """Sockets of a rank to each other rank, in all groups; libraries and logs have the rest."""
 
@@ -55,7 +55,7 @@ def shared_memory(facts: Facts, needs: Needs) -> Check:
 def limits(facts: Facts, needs: Needs) -> Check:
     """Name nodes whose limits on open files or locked memory are too low."""
     found: list[Finding] = []
-    files = FILES_OTHER_SOURCE + FILES_OF_A_RANK * sum(needs.ranks_on.values())
+    files = OTHER_FILES + FILES_OF_A_RANK * sum(needs.ranks_on.values())
     for node, each in facts.items():
         if UNKNOWN < each.most_files < files:
             said = f"{node}: a process may open {each.most_files} files, and a rank of this run may need {files}"

@@ -1,7 +1,7 @@
 """Look at a node: at what it has before a run starts, and at its processes from outside when a run hangs.
 
-In a hang: the node's load, and the state of each process. A rank may be stopped, or in the kernel: this needs nothing
-of it.
+In a hang: the node's load, and the state of each process. A rank may be stopped, or in the kernel: it is asked for
+nothing.
 
 Imports no torch: what a node has takes a second.
 """
@@ -32,7 +32,7 @@ class NodeView:
 
     node: str
     load: str
-    states: dict[int, str]  # process id -> what it does; empty: there is no such process
+    states: dict[int, str]  # process id -> its state, as "T (stopped)"; empty: there is no such process
 
 
 def look(node: str, pids: Sequence[int]) -> NodeView:

@@ -103,14 +103,14 @@ class Report:
         """Raise PlacementError if a run cannot start; it names the culprits and the remedies."""
         failed = [finding for finding in self.findings if finding.verdict == FAILED]
         if failed:
-            lines = [_told(finding) for finding in failed[:_SHOWN]]
+            lines = [_with_remedy(finding) for finding in failed[:_SHOWN]]
             rest = [f"and {len(failed) - _SHOWN} more: slurm-rlhf preflight shows all"] if failed[_SHOWN:] else []
             raise PlacementError("\n  ".join(["preflight failed:", *lines, *rest]))
 
     def notes(self) -> list[str]:
         """Return what a run that starts tells its user: warnings, and the nodes left out."""
         named = {WARNING: "warning: preflight", OK: "preflight"}
-        found = [f"{named[each.verdict]}: {_told(each)}" for each in self.findings if each.verdict in named]
+        found = [f"{named[each.verdict]}: {_with_remedy(each)}" for each in self.findings if each.verdict in named]
         if self.left_out:
             why = shortened(self._said_of(set(self.left_out)), 3, "; ")
             found.append(f"preflight: left out {', '.join(self.left_out)}, a spare takes over: {why}")
@@ -134,9 +134,9 @@ def draw(report: Report) -> str:
     lines = [f"preflight of {nodes} in {report.seconds:.1f} s: {report.verdict}"]
     for check in report.checks:
         head = f"{check.name:{width}}  {check.verdict:7}  "
-        lines += _wrapped(head, check.said if not check.findings else _told(check.findings[0]))
+        lines += _wrapped(head, check.said if not check.findings else _with_remedy(check.findings[0]))
         for finding in check.findings[1:_SHOWN]:
-            lines += _wrapped(" " * len(head), _told(finding))
+            lines += _wrapped(" " * len(head), _with_remedy(finding))
         if check.findings[_SHOWN:]:
             lines.append(f"{' ' * len(head)}and {len(check.findings) - _SHOWN} more")
     if report.left_out:
@@ -144,7 +144,7 @@ def draw(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _told(finding: Finding) -> str:
+def _with_remedy(finding: Finding) -> str:
     end = "\n" if "\n" in finding.said else ". "
     return f"{finding.said}{end}{finding.remedy}" if finding.remedy else finding.said
 

@@ -43,12 +43,12 @@ from slurm_rlhf.wire import timeouts
 
 _AGAIN_S = 10.0
 _AWAY = ("contact", "timed out", "no answer", "Connection", "Zero Bytes", "standby", "temporarily")
-"""In what Slurm's commands say when the controller is away, and not when it refuses."""
+"""Words in the errors of Slurm's commands when the controller is away, and not when it refuses."""
 SCRIPT = "successor.sh"
-"""In `.control` of the run directory."""
+"""Name of the copy of the batch script, in `.control` of the run directory."""
 
 PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
-"""Variable that such a parent sets: the signal that makes the parent of this process requeue the job."""
+"""Variable set by a parent that requeues the job itself: number of the signal that asks it to."""
 
 
 class SlurmContinuation(Continuation):
@@ -63,7 +63,7 @@ class SlurmContinuation(Continuation):
         self._environ = environ
         self._argv = argv
         self._directory = directory
-        self._last: float | None = None  # by time.monotonic(): clocks of nodes are set
+        self._last: float | None = None  # last time to try, by time.monotonic(): the clocks of nodes are set
 
     def end_time(self) -> float | None:
         """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
@@ -149,7 +149,7 @@ class ChainContinuation(SlurmContinuation):
         words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
         pending = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
         waiting = [job for job, _, after in pending if "singleton" in after]
-        own, *others = map(_what, (str(self._slurm.job_id), *waiting))
+        own, *others = map(_identity, (str(self._slurm.job_id), *waiting))
         return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
 
 
@@ -170,8 +170,8 @@ def is_away(text: str) -> bool:
     return any(word in text for word in _AWAY)
 
 
-def _what(job: str) -> list[str]:
-    """Return what tells whether two jobs are the same run: the script, which may name it, its arguments, its place."""
+def _identity(job: str) -> list[str]:
+    """Return script, arguments and directory of a job: two jobs that have them in common are the same run."""
     shown = command(["scontrol", "show", "job", job]).stdout
     script = command(["scontrol", "write", "batch_script", job, "-"]).stdout
     return [script, _field(shown, "Command") or "(--wrap)", _field(shown, "WorkDir")]
@@ -258,7 +258,7 @@ def _files(shown: str) -> list[str]:
 
 
 def _field(shown: str, name: str) -> str:
-    """Return the value of `name`, or "". Those of `_LINES` may hold blanks, and are up to the end of their line."""
+    """Return the value of `name`, or "". A field of `_LINES` may hold blanks, and ends with its line."""
     rest = r"(.*)$" if name in _LINES else r"(\S*)"
     found = re.search(rf"(?:^|\s){re.escape(name)}={rest}", shown, re.MULTILINE)
     value = found[1] if found else ""
@@ -268,10 +268,10 @@ def _field(shown: str, name: str) -> str:
 
 
 SUCCESSORS = 2
-"""Nodes that wait: one acts where the other is down, too."""
+"""Number of nodes that watch the first one: one acts even if the other is down, too."""
 _FIRST_S = 2.0
 _LONGEST_S = 15.0
-"""Between two questions to slurmctld, which last for minutes."""
+"""First and longest pause in seconds between two queries of slurmctld."""
 
 WAIT, LEAVE, REQUEUE, CANCEL = "wait", "leave", "requeue", "cancel"
 
@@ -296,14 +296,14 @@ def decide(job: Job | None, restarts: int, chain: bool) -> str:
 
 
 def mark(run_dir: Path, job: str, restarts: int) -> Path:
-    """Name the file of who ends a start of a job: it is made once, and says what was done."""
+    """Name the file that says what was done after this start of a job; the process that makes it may do it."""
     return run_dir / ".control" / f"headless.{job}.{restarts}"
 
 
 def last_words(run_dir: Path, job: Job) -> str:
     """Return what ended the newest start of a job that has lost its first node; empty: nothing has."""
     count = int(job.restarts or 0)
-    for restarts in (count, count - 1):  # cancelled, requeued
+    for restarts in (count, count - 1):  # the first if it was cancelled, the second if it was requeued
         with suppress(OSError):
             return mark(run_dir, job.number, restarts).read_text(encoding="utf-8").strip()
     return ""
@@ -323,7 +323,7 @@ class Successor:
     _claimed: bool = field(default=False, init=False)
 
     def settled(self) -> bool:
-        """Look once, and act if it is to; return whether nothing is left to do. Blocks for 30 s at most."""
+        """Check once, and act if that is needed; return whether nothing is left to do. Blocks for 30 s at most."""
         if not unreachable(*self.endpoint):  # it was stopped, or this node was cut off
             return True
         try:

@@ -177,7 +177,7 @@ def _without_slurm_variables() -> Iterator[None]:
 SIGNAL = signal.SIGUSR2
 """The signal with which Slurm, submitit's local executor and the conductor tell submitit to save and requeue."""
 
-_LAST_LINES = 30  # lines
+_LAST_LINES = 30  # lines of an error
 
 
 @dataclass

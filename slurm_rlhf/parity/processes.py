@@ -61,7 +61,7 @@ class Task:
         return self.scratch / f"{precision}.npz"
 
     def compared(self, precision: str) -> Path:
-        """Return where `follow` leaves how far apart the sides are."""
+        """Return where `follow` leaves the differences of the sides."""
         return self.scratch / f"{precision}.json"
 
 
@@ -119,7 +119,7 @@ def _run(task: Task, deadline: float, stage: Callable[[Task, str], None], precis
     finally:
         process.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # all that it has started
+            os.killpg(process.pid or 0, signal.SIGKILL)  # and all processes that it has started
         process.join()
     if late:
         raise LateError
@@ -130,7 +130,7 @@ def _run(task: Task, deadline: float, stage: Callable[[Task, str], None], precis
 
 
 def _become(parent: int, refusal: Path, stage: Callable[[Task, str], None], task: Task, precision: str) -> None:
-    """Run a stage; the process ends here, because the interpreter's end with torch and vLLM takes seconds or hangs."""
+    """Run a stage, then `_exit`: the interpreter's teardown with torch and vLLM takes seconds or hangs."""
     code = 1
     try:
         os.setpgid(0, 0)  # so that it can be ended together with its children
@@ -166,7 +166,7 @@ def sample(task: Task, precision: str) -> None:
 
 
 def follow(task: Task, precision: str) -> None:
-    """Compute the log-probs of the sampled tokens by trainer and transformers, and compare. Raises ModelError."""
+    """Compute the sampled tokens' log-probs by trainer and transformers, and compare all three. Raises ModelError."""
     _prepare()
     from slurm_rlhf.parity import sides
 

@@ -85,7 +85,7 @@ SAMPLES = 2
 """Responses to each prompt: for the second one, the prompt is in the prefix cache."""
 
 FEWEST = 16
-"""Tokens that a tokenizer must make of the text below."""
+"""Fewest tokens that a tokenizer may make of the text below."""
 
 TEXT = """A cluster has a queue and every user of it knows two numbers: how long a job may run, and how long it waits.
 When 7 people share 8 cards, the arithmetic is simple; with 300 people and 96 nodes it is a matter of policy. So the
@@ -117,12 +117,12 @@ SIDES = (ENGINE, TRAINER, PLAIN)
 PAIRS = {"-".join(pair): pair for pair in combinations(SIDES, 2)}
 
 FP32_BOUND = 1e-5
-"""Nats by which rounding changes a log-prob in fp32 at most."""
+"""Most nats by which rounding changes a log-prob in fp32."""
 
 AGREE, DIFFER = "agree", "differ"
 REFUSED, FAILED = "refused", "failed"
 VERDICTS = (AGREE, DIFFER, REFUSED, FAILED)
-"""Equal except for rounding; further apart; known not to work, so nothing was computed; could not be computed."""
+"""In this order: equal except for rounding; further apart; known not to work, so not computed; not computable."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def publish_address(store: Any, config: Config, place: EnginePlace, path: str) -
 
 
 def read_address(store: Any, timeout_s: float) -> tuple[str, str]:
-    """Follower: wait for where the leader listens and the name of the shared memory. Raises torch's DistStoreError."""
+    """Follower: wait for the leader's address and the name of its shared memory. Raises torch's DistStoreError."""
     store.wait([LEADER_ADDRESS], timedelta(seconds=timeout_s))
     path, identity = json.loads(store.get(LEADER_ADDRESS))
     return path, identity

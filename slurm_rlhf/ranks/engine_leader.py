@@ -56,10 +56,10 @@ class EngineLeader(EngineWorker, EngineCalls):
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
         self.meter = Meter()
-        self._calls: deque[tuple[CallAnswer, int]] = deque()  # with the least that each is answered with
+        self._calls: deque[tuple[CallAnswer, int]] = deque()  # call, and the fewest responses it is answered with
         self._open: set[str] = set()  # keys of the requests that the engine has
         self._finished: list[Trajectory] = []  # responses that no call has fetched yet
-        self._error: Exception | None = None  # why requests are lost whose calls were not there yet
+        self._error: Exception | None = None  # why requests were dropped while no call was open
         self._after_drain: list[Request] = []
         self._halted = False  # an update broke off under responses in flight: they wait for the next update
         self.followers: FollowerLinks | None = None
@@ -97,7 +97,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         return answer
 
     def sync_receive(self, version: int) -> SyncReport:
-        """Take over the weights; where a follower's part broke off, that is the answer."""
+        """Take over the weights; if a follower's part broke off, return its report."""
         report = self.receive_weights(version)
         if not report.broken:
             report = next((answer for answer in self._settle() if answer.broken), report)
@@ -113,7 +113,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         self._error = None
 
     def sleep(self) -> int:
-        """Give up the accelerator, and drop what is in flight: its run is being stopped."""
+        """Give up the accelerator. Requests are in flight only if the run is being stopped: they are dropped."""
         self.drop()
         return self.engine.sleep()
 
@@ -128,7 +128,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         super().handle(request)
 
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
-        """Queue what is asked for. Calls are answered in their order with whatever has finished, whoever asked."""
+        """Queue requests. Calls are answered in their order with whatever has finished, whichever call asked for it."""
         answer: CallAnswer = Future()
         self._calls.append((answer, batch.least))
         try:
@@ -190,7 +190,7 @@ class EngineLeader(EngineWorker, EngineCalls):
             super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
-        """Fail all calls, or else the next one, and let the engine forget its requests."""
+        """Fail all open calls, or the next one if none is open, and have the engine drop its requests."""
         self._error = None if self._calls or not self._open else error
         for answer, _ in self._calls:
             answer.set_exception(error)

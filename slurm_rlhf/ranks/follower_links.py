@@ -177,9 +177,9 @@ class FollowerAnswer(NamedTuple):
 class FollowerLinks:
     """Sends commands to the followers of an engine and hears their answers.
 
-    Raises EngineBroken, or on_failure says, once one of them has failed. Each stream has a thread that reads it: so a
-    follower that dies, or is about to run another batch, is noticed even while the main thread is inside a collective
-    that this follower will never join and that has no time-out.
+    Once a follower has failed, methods raise EngineBroken, and `on_failure` gets the reason. Each stream has a thread
+    that reads it: so a follower that dies, or is about to run another batch, is noticed even while the main thread is
+    inside a collective that this follower will never join and that has no time-out.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
         return PassAnswer(*self.trainer.measure(request.experience, request.micro, request.backward))
 
     def save(self, request: SaveRequest) -> None:
-        self.pending = self.trainer.save(Path(request.path), request.behind)
+        self.pending = self.trainer.save(Path(request.path), request.async_save)
 
     def written(self) -> Future[None]:
         return self.pending
@@ -134,7 +134,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         answer = super().train_step(batch)
-        return replace(answer, logprobs=self.trainer.passed)
+        return replace(answer, logprobs=self.trainer.used_logprobs)
 
     def generate(self, batch: ActorBatch) -> GenerateAnswer:
         return self.generation.sample(batch)
@@ -207,7 +207,7 @@ DROP = ActorCalls.drop.__name__
 
 
 class ActorGeneration:
-    """Samples with the policy of `trainer`. Every rank is asked as often, in the same order."""
+    """Samples with the policy of `trainer`. All ranks get equally many calls, in the same order."""
 
     def __init__(self, config: Config, info: RankInfo, client: ControlClient, trainer: PolicyTrainer) -> None:
         """Collective: the ranks agree on how parameters are gathered."""

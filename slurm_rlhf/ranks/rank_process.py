@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
-_RARELY = 100_000  # new objects
+_RARELY = 100_000  # new objects between two collections of garbage
 _ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
@@ -69,12 +69,12 @@ def crash_at_once() -> None:
 
     A library that engines load (tvm_ffi) writes C stacks first, for up to 14 s, in which a dead engine seems alive.
     """
-    if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
+    if not faulthandler.is_enabled():  # enabled by the user: Python stacks, which take no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
 
 
 def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
-    """Name in the environment where compiled kernels are kept; it comes before anything is compiled."""
+    """Set the variables that name the directory of compiled kernels; to be called before anything is compiled."""
     train = config.train
     cache, note = take_kernel_cache(train.kernel_cache, info.role, info.local_rank, train.kernel_cache_gib)
     print(note, flush=True)
@@ -171,15 +171,15 @@ def _leave(reason: str) -> None:
     own = reason == THREAD_FAILED
     try:
         print(reason if own else f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
-    finally:  # without memory, nothing can be said
+    finally:  # without memory, `print` fails
         os._exit(1 if own else CONDUCTOR_GONE_STATUS)
 
 
 def beat(late: float) -> None:
-    """Do what comes with each heartbeat: put off the stacks that appear `late` seconds after the last one.
+    """Put off, at each heartbeat, the stacks: they are written once `late` seconds have passed without one.
 
-    A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
-    starts it waiting for ever, and Python code cannot run in it.
+    A process that has used up its address space ends here: a new thread without memory can run no Python code, and the
+    thread that starts it waits for ever.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
@@ -198,7 +198,7 @@ def run_program(program: str, words: list[str], config: Config, held: bool) -> N
     from slurm_rlhf.trainer.distributed import join_world
 
     join_world(config.timeout.collective, config.timeout.connect)
-    LATE.stop()  # no heartbeat leaves from here
+    LATE.stop()  # no stacks are due: no heartbeats follow to put them off
     if held:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # it is ignored until the program takes it
     module, _, name = program.partition(":")

@@ -1,7 +1,7 @@
 """torchrun with a store that listens on one address: `python -m slurm_rlhf.ranks.torchrun` takes torchrun's options.
 
 torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
-change it: it knows no password. This one is bound to the address that the others connect to.
+change it: it has no authentication. This one is bound to the address that the others connect to.
 
 When a rank ends, torchrun ends the others by SIGTERM and waits for them. In a Slurm step that signal means preemption,
 and ranks block it. This one kills them, so that the end of the first is reported at once.
@@ -96,14 +96,14 @@ class BoundRendezvous(RendezvousHandler):
 
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:
-    """Return what torchrun's options ask for."""
+    """Make the rendezvous that torchrun's options describe."""
     host, _, port = parameters.endpoint.rpartition(":")
     node = parameters.get_as_int("rank", 0) or 0
     return BoundRendezvous(host, int(port), parameters.run_id, node, parameters.max_nodes)
 
 
 def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for what the kernel holds."""
+    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for those that the kernel keeps."""
     for rank in ranks.subprocess_handlers.values():
         if rank.proc.poll() is None:
             rank.close(signal.SIGKILL)

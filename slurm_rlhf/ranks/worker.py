@@ -29,7 +29,7 @@ PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
 
 LATE = LateStacks()
-"""Writes the main thread's stack to standard error where a heartbeat stays out."""
+"""Writes the main thread's stack to standard error if heartbeats stop."""
 
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
@@ -49,7 +49,7 @@ def record_flights(control: Path, role: str) -> None:
 
 
 def take_stacks() -> StacksAnswer:
-    """Say where this process stands. Where NCCL runs, its flight recorder writes its file as well."""
+    """Return the stacks of this process and the load of its node. NCCL's flight recorder writes its file as well."""
     _ask_recorder()
     return StacksAnswer(written(own_stacks()), node_load())
 
@@ -113,7 +113,7 @@ class Worker(RankCalls):
         return "done"
 
     def handle(self, request: Request) -> None:
-        """Answer one call. What the method raises goes to the caller, not to the end of this process."""
+        """Answer one call. An exception of the method goes to the caller, and does not end this process."""
         try:
             spec = calls_of(type(self))[request.method]
             arguments = [] if spec.argument is None else [request.argument(spec.argument)]

@@ -68,8 +68,8 @@ class Inputs:
     ) -> Inputs:
         """Read and check the user's files; `note` informs the user. `close` ends what it has started.
 
-        `printed`: the file for what reward functions print; None: it is printed as usual. `nodes`: where workers run;
-        empty: here. Raises UserError.
+        `printed`: the file for the output of reward functions; None: this process's output. `nodes`: where workers
+        run; empty: here. Raises UserError.
         """
         for message in warnings(config):
             note(f"warning: {message}")
@@ -109,7 +109,7 @@ class Inputs:
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)
 
     def servers(self) -> list[Servers]:
-        """List what asks servers of rewards and environments."""
+        """List the connections to servers of rewards and environments."""
         own = self.environments and self.environments.host.servers
         return [*servers_in(self.reward), *([own] if own else [])]
 
@@ -150,7 +150,7 @@ class Conductor:
     started: float = field(default_factory=time.monotonic)
 
     def stopped(self, request: StopRequested) -> bool:
-        """Tell that the run stops; answer whether it did a step."""
+        """Tell that the run stops; return whether it did a step."""
         newest = None if request.saved else CheckpointDir(self.directory.root).resolve("auto")
         self.reporting.stopped(request.reason.what, request.saved, newest, request.reason.requeue)
         return self.reporting.moved
@@ -160,7 +160,7 @@ class Conductor:
         try:
             self.reporting.failed(error)
         except OSError:  # the disk does not take the summary: `error` says so already
-            self.tell(f"{self.directory.summary} cannot be written, and tells nothing of this end")
+            self.tell(f"{self.directory.summary} cannot be written, so it does not say how the run ended")
         if isinstance(error, RunError | DiskError) and self.directory.root.is_dir():
             self.tell(way_on(self.directory.root, self.config.resume))
 
@@ -240,7 +240,7 @@ class Conductor:
         supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s()
         self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
         supervisor.end(roles, plan.ranks)
-        if plan.keeps_engines and not startup.engines_are_idle():
+        if plan.keeps_engines and not startup.drop_engine_work():
             self.reporting.note("not all engines answer: they start again, too")
             supervisor.end((ROLLOUT,), plan.ranks)
             roles = tuple(plan.ranks.roles)

@@ -47,8 +47,8 @@ def passes(config: Config) -> Iterator[tuple[str, Callable[[Any, ForwardBatch], 
 def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
     """Fill the columns of log-probs and values, all roles at once.
 
-    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
-    they are of the update's own pass (`rules.of_the_update`), after which `TrainingStep.update` fills the column.
+    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it if
+    they come from the update's own pass (`rules.of_the_update`), after which `TrainingStep.update` fills the column.
     """
     if config.algo.correction.bypass:
         engine = experience.columns["rollout_logprobs"]
@@ -109,7 +109,7 @@ def fill_advantages(
     rewards = judged.rewards
     if scale is not None:
         rewards = reward_shaping.normalized(rewards, scale.with_batch(rewards))
-    # Its own score, or its reward without scores, says by being above 0 whether a response is correct.
+    # A response is correct if its score, or without scores its reward, is above 0.
     correct, longest = (judged.rewards if judged.scores is None else judged.scores) > 0, config.rollout.max_new_tokens
     groups = groups_of(config, experience)
     shaped, shaping = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
@@ -164,7 +164,7 @@ def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
 
 
 def fill_correction(config: Config, experience: Experience, age: I32) -> dict[str, float]:
-    """Fill the column of weights, if there is a correction; answer how far engine and actor are apart.
+    """Fill the column of weights, if there is a correction; return metrics of how far engine and actor are apart.
 
     `age` [A]: updates between the policy that sampled a token and the actor's. The weights are of the policy's loss
     alone, as in OpenRLHF and verl: the critic learns the value of states that were visited, whichever policy came

@@ -58,7 +58,7 @@ class TrainingLoop:
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:
-        """Give the engines their first weights; inflight and colocated, evaluate before training."""
+        """Give the engines their first weights; if they are inflight or colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
         if self.reporting.prediction is not None and self.step.pool is not None:
             self.reporting.prediction.measure_sync(partial(self.step.pool.update, self.state.policy_version))
@@ -124,7 +124,7 @@ class TrainingLoop:
         due = self.checkpoints.cadence.due(self.state.step) or self.checkpoints.candidate
         if self.step.stop.save_wanted() or (not last and due):
             with self.step.phases("checkpoint"):
-                self.checkpoints.save(behind=self.step.config.ckpt.async_save and not last)
+                self.checkpoints.save(async_save=self.step.config.ckpt.async_save and not last)
         if not last:
             self.step.stop.check()
         self.checkpoints.cadence.begin()

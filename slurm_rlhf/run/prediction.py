@@ -1,7 +1,7 @@
-"""Predicts the seconds of a run's phases, and compares them; on CPUs from what these are measured to do in a second.
+"""Predicts the seconds of a run's phases, and compares them with the measured ones.
 
-Predictions are those of `placement.step_time` for the lengths that the run has had. CPUs are measured before the first
-step.
+Predictions are those of `placement.step_time` for the lengths that the run has had. The speed of CPUs is measured
+before the first step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAST = 16
 class PhaseSeconds:
     """Hold the seconds of a phase, medians of the last steps."""
 
-    predicted: float | None  # None: of a reward by a function nothing is known
+    predicted: float | None  # None: the reward is a function, of which nothing is known
     measured: float
 
 
@@ -65,7 +65,7 @@ class Prediction:
     models: Models | None = None  # None: a shape is not known, and nothing is compared
     speeds: Speeds | None = None
     sync_s: float | None = None  # seconds of a weight update; None: not known, and not compared
-    _first: bool = field(default=True, init=False)  # only the first step is there
+    _first: bool = field(default=True, init=False)  # True: at most the first step was noted
     _seconds: dict[str, deque[float]] = field(default_factory=dict, init=False)
     _lengths: deque[step_time.StepLengths] = field(default_factory=partial(deque, maxlen=LAST), init=False)
 
@@ -86,7 +86,7 @@ class Prediction:
                 self._seconds.setdefault(phase, deque(maxlen=LAST)).append(timings[name])
 
     def measure_sync(self, update: Callable[[], Mapping[str, float]]) -> None:
-        """Note how long `update`, which returns its metrics, takes engines that have had one before."""
+        """Measure `update`, which returns its metrics, three times; the engines have had an update before."""
         if self.sync_s is None and (took := [s for _ in range(3) if (s := update().get(MEASURED["sync"]))]):
             self.sync_s = median(took)
 
@@ -118,23 +118,23 @@ def words(compared: Mapping[str, PhaseSeconds]) -> str:
 
 
 ENOUGH = 1.2e10
-"""FLOPs of a pass of one rank that tell its rate: half a second. A few sequences may have more."""
+"""FLOPs of one rank's pass from which on its rate is reliable: half a second. A few sequences may have more."""
 LEAST = 256
-"""Tokens of a pass of one rank that tell its rate: with fewer a larger model waits for its weights from memory."""
+"""Tokens of one rank's pass from which on its rate is reliable: with fewer, reading the weights takes the time."""
 MOST = 6e10
-"""FLOPs of a pass of one rank at most: all measurements then take 20 s at 30 GFLOP/s, and a larger model has none."""
+"""Most FLOPs of one rank's pass: all measurements take 20 s at 30 GFLOP/s. A larger model is not measured."""
 TOKENS = 16
-"""Tokens of a response that an engine samples, at most."""
+"""Most tokens of a response that an engine samples in a measurement."""
 
 
 def measured_prediction(
     config: Config, ranks: RankMap, roles: Mapping[str, RoleHandle[Any]], engines: Sequence[int], prompt: I32
 ) -> Prediction | None:
-    """Measure the ranks, which have nothing else to do, and return what predicts the steps of the run.
+    """Measure the ranks, which are idle, and return the `Prediction` of the run.
 
-    `engines`: those that have started; `prompt`: tokens of one that is typical. None where nothing is measured: on
-    GPUs, in turns, for an unknown or a large model, and where the run is to be the same bit for bit or preflight looks
-    at nothing but the nodes. Raises RunError.
+    `engines`: those that have started; `prompt`: tokens of a typical one. None if nothing is measured: on GPUs, with
+    train.colocate_all or train.full_determinism, if preflight is not auto, and for an unknown or a large model. Raises
+    RunError.
     """
     lone = config.train.colocate_all or config.train.full_determinism or config.preflight != "auto"
     if lone or ranks.topology.accelerator != CPU:
@@ -198,7 +198,7 @@ class _Measurement:
         )
 
     def _pass(self, count: int, backward: bool) -> tuple[step_time.Probe, float, float]:
-        """Have all ranks of the trained roles pass `count` sequences each; return what the actor's slowest did."""
+        """Have each rank of the trained roles pass `count` sequences; return the actor's slowest pass and two rates."""
         answers = {}
         for role in self._trained:
             rows = count * self.roles[role].world
@@ -212,14 +212,15 @@ class _Measurement:
         found = gather([each for calls in answers.values() for each in calls])[: self.roles[ACTOR].world]
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
-        # Predictions share the cores among the ranks: by the clock more ranks than these hold have taken turns here.
+        # Predictions divide the cores among the ranks. If more threads than cores took turns here, the clock counts
+        # their waiting, too.
         threads = sum(self.roles[role].world for role in self._trained) * self._cores.threads
         crowd = max(1.0, threads / self._cores.count)
         probe = step_time.Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
         return probe, min(each.optimizer for each in found), min(each.link for each in found)
 
     def _sampling(self, count: int) -> step_time.Probe:
-        """Have all engines sample `count` responses; return what the slowest did."""
+        """Have all engines sample `count` responses; return the work and seconds of the slowest."""
         request = SamplingRequest(self.prompt, count, min(TOKENS, self._response))
         loads = gather([self.roles[ROLLOUT].call(number, EngineCalls.measure, request) for number in self.engines])
         load, shape = max(loads, key=lambda each: each.busy_s), self.models[ROLLOUT]

@@ -69,7 +69,7 @@ class Recorder:
         self._warned = False
         self._events = EventLog(directory.events)
         self._spans = CallSpans()
-        self._taken: StepSpans | None = None  # calls of the step that `done` writes next
+        self._taken: StepSpans | None = None  # calls of the step that has ended, until `done` writes them
         self._layout: dict[str, Any] = {}
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
@@ -102,7 +102,7 @@ class Recorder:
 
     @spared
     def event(self, kind: str, text: str, engine: int | None = None) -> None:
-        """Record an event, of one `engine` perhaps. Any thread may call it."""
+        """Record an event; `engine`: the one that it is about, if any. Any thread may call it."""
         self._events.append(kind, self.step, text, engine)
 
     @spared
@@ -185,7 +185,7 @@ class Recorder:
 
     @spared
     def end(self) -> None:
-        """Write the report; the summary is written."""
+        """Write the report; the summary was written before."""
         self._report()
 
     def _report(self) -> None:

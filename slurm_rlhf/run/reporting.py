@@ -80,7 +80,7 @@ class Reporting:
         self.recorder.place(ranks)
 
     def restarting(self, why: str, what: str) -> None:
-        """Report a failure, `why`, and `what` is done about it; `begin` follows."""
+        """Report a failure (`why`), and what is done about it (`what`); `begin` follows."""
         self._starting = True  # roles are starting
         self.note(why)
         self.note(what)
@@ -138,7 +138,7 @@ class Reporting:
         self.recorder.done(step)
 
     def samples(self, batch: Batch, experience: Experience) -> None:
-        """Keep a few responses of a step, and show them where they are wanted."""
+        """Record a few responses of a step, and send them to the trackers."""
         if found := self.recorder.samples(batch, experience):
             self._trackers.samples(batch.step, found)
 

@@ -113,7 +113,7 @@ def better(best: Best | None, metric: str, metrics: Mapping[str, float], step: i
 
 
 def resumed(state: Mapping[str, Any] | None, metric: str, present: bool) -> tuple[Best | None, str]:
-    """Read the best step of a checkpoint's state, or say why it is none any more; `present`: its checkpoint exists."""
+    """Read the best step of a checkpoint's state, or say why it no longer counts; `present`: its checkpoint exists."""
     if not metric or not state:
         return None, ""
     best = Best(**state)
@@ -160,7 +160,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RunState:
-        """Read it from a checkpoint. Raises CheckpointError when another version of this class did."""
+        """Read it from a checkpoint. Raises CheckpointError if another version of this class wrote it."""
         known = {field.name for field in fields(cls)}
         if set(data) != known:
             raise CheckpointError(
@@ -189,8 +189,8 @@ class RunCheckpoints:
     _saved_step: int = field(default=-1, init=False)
     _pending: PendingSave | None = field(default=None, init=False)  # save that is being written
 
-    def save(self, behind: bool = False) -> None:
-        """Write a checkpoint of the last step that was done; with `behind`, during the next steps.
+    def save(self, async_save: bool = False) -> None:
+        """Write a checkpoint of the last step that was done; with `async_save`, during the next steps.
 
         Then it blocks only until the checkpoint before is written and the weights are copied. Raises CheckpointError,
         also for the checkpoint before.
@@ -203,10 +203,10 @@ class RunCheckpoints:
         with self.directory.explained(number):
             for role in self._saving():
                 (path / role).mkdir()
-                saves += self.step.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), behind))
+                saves += self.step.roles[role].start_all(TrainerCalls.save, SaveRequest(str(path / role), async_save))
             gather(saves)
         state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
-        writers = [self.step.roles[role] for role in self._saving()] if behind else []
+        writers = [self.step.roles[role] for role in self._saving()] if async_save else []
 
         def complete() -> float:
             with self.directory.explained(number):
@@ -217,7 +217,7 @@ class RunCheckpoints:
 
         self._saved_step = number
         self.cadence.begun(number)
-        if behind:
+        if async_save:
             self._pending = PendingSave(number, time.monotonic() - started, in_thread(complete, "checkpoint"))
         else:
             seconds = complete()

@@ -217,7 +217,7 @@ class SelfCheck:
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
         results = [verdicts.compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
-        # In the step's micro-batches they were among other sequences, and sequences that are cut here were whole.
+        # The columns of the step are from other micro-batches, where sequences that are cut here were whole.
         among = [
             verdicts.compare("alone", found["alone"], others, mask, dtype)
             for others in (found["first"], chosen.columns["logprobs"])

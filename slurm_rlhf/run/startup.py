@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TYPICAL = 1024  # prompts, of which the middle one is typical
+_TYPICAL = 1024  # prompts, whose median by length is the typical one
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Startup:
     watchdog: Watchdog
     _sync: WeightSync | None = field(default=None, init=False)
     _checkpoints: RunCheckpoints | None = field(default=None, init=False)
-    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums of before a restart
+    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # sums from before a restart
 
     def begin(self, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose state the run has already."""
@@ -72,10 +72,10 @@ class Startup:
         self.run.reporting.note("roles: " + ", ".join(roles))
         return self._lead(checkpoint)
 
-    def engines_are_idle(self) -> bool:
+    def drop_engine_work(self) -> bool:
         """Let the engines drop their work, because the trainers have ended; engines that cannot do so are lost.
 
-        Blocks while they find out that a weight update has broken. Returns False if all engines have to start again.
+        Blocks while they find out that a weight update has broken. Returns False if it cannot: all start again then.
         """
         engines, handle = self.supervisor.engines, self.supervisor.roles.get(ROLLOUT)
         if engines is None or not engines.armed or handle is None:
@@ -116,7 +116,7 @@ class Startup:
             weight_sync = self._weight_sync(engines)
             self.run.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
-            # Begin to start them; colocated ones before the trainers, which find them asleep.
+            # Engines begin to start; colocated ones sleep before the trainers start.
             all_at_once = config.train.full_determinism or config.train.colocate_all
             pool = EnginePool(self.supervisor, units, engines, weight_sync, all_at_once)
             units.begin(all_at_once, self.run.reporting.note)
@@ -169,7 +169,7 @@ class Startup:
         return report.gpus
 
     def _measure_cpus(self) -> None:
-        """Measure what the CPUs do in a second, once; a rank that fails in it fails again where that is handled."""
+        """Measure the speed of the CPUs, once; a rank that fails here fails again later, where that is handled."""
         run, report, roles = self.run, self.run.reporting, self.supervisor.roles
         engines = self.supervisor.engines
         if report.prediction is not None or engines is None:

@@ -152,7 +152,7 @@ class TrainingStep:
             self._synced = self.pool.update(version)
 
     def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
-        """Compute the inputs of an update, with the actor at policy `version`; it can be done again.
+        """Compute the inputs of an update, with the actor at policy `version`; repeating it does no harm.
 
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
         tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled

@@ -126,7 +126,7 @@ def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | No
 # should hold only prompts that it works on. So the reserve that an engine holds beyond its width shrinks with the
 # number of prompts that are left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
 
-# The reserve, a quarter of the width: an eighth that is finished but not answered, and one that travels.
+# The reserve, a quarter of the width: an eighth for responses not sent back yet, an eighth for requests on their way.
 _RESERVE = 4
 # The reserve is at most a twelfth of an engine's share of what is left. So an engine that is up to six times slower
 # than its peers has begun everything it holds when they take the last prompt.
@@ -167,7 +167,7 @@ class Batch:
     seconds: float  # time from the first request to the last response
     order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
     rewards: Rewards | None = None  # rewards by dynamic sampling; None: not known yet
-    asked: list[Future[Rewards]] = field(default_factory=list)  # rewards that come, of each group; empty: not asked for
+    asked: list[Future[Rewards]] = field(default_factory=list)  # pending rewards of each group; empty: not asked for
     scored: Rewards | None = None  # rewards of the step, once they are there
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
@@ -188,7 +188,7 @@ class PromptGroup:
     ended: float = 0.0  # time of its last response
     trajectories: list[Trajectory] = field(default_factory=list)
     rewards: Rewards | None = None
-    scoring: Future[Rewards] | None = None  # rewards that come while others are sampled
+    scoring: Future[Rewards] | None = None  # pending rewards, computed while other groups are sampled
     verdict: bool | None = None  # True: it may be trained on; None: not known yet
 
     def ordered(self) -> list[Trajectory]:

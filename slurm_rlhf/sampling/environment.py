@@ -1,7 +1,7 @@
 """Plays episodes, and makes one trajectory of all turns of an episode.
 
 A plain prompt is the environment with one turn. With `env.path` the user's environments answer between the turns, in
-processes of their own. Sampled tokens are never encoded again: the next turn goes on behind the prompt, what was
+processes of their own. Sampled tokens are never encoded again: the next turn goes on after the prompt, what was
 sampled, and the tokens of the observation, which the action mask leaves out of training.
 """
 
@@ -27,9 +27,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.environments.executor import EXECUTOR
-from slurm_rlhf.environments.host import Homeless, Host
+from slurm_rlhf.environments.host import Host, ProcessLost
 from slurm_rlhf.environments.kinds import COLUMN
-from slurm_rlhf.environments.records import Answer, Begun, Messages, Start, ToolCall, Tools, Turn
+from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Messages, Start, ToolCall, Turn
 from slurm_rlhf.environments.tool_calls import tool_reader
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_TRIES = 3
-"""Times that an episode begins."""
+"""Attempts at an episode before it counts as lost."""
 FEW_LOST = 8
-"""Lost episodes from which on a run ends, if they are the greater part of all: then the environment is broken."""
+"""A run ends after this many lost episodes if they are more than half of all: the environment is broken then."""
 
 
 class Episode:
@@ -50,7 +50,7 @@ class Episode:
 
     def __init__(self, prompt: Prompt, sampling: Sampling, sample: int) -> None:
         self.token_ids: I32 = prompt.token_ids
-        """Tokens that the turn goes on behind, [P]."""
+        """Tokens after which the turn is sampled, [P]."""
         self.limit = sampling.max_new_tokens
         """Most tokens that the turn may sample."""
 
@@ -77,10 +77,10 @@ class Environments:
         note: Callable[[str], None] = lambda text: None,
         nodes: WorkerNodes = (),
     ) -> None:
-        """Load the environments; blocks, also while no server of env.path answers, of which `note` tells the user.
+        """Load the environments; blocks, also until a server of env.path answers: `note` tells the user that it waits.
 
         `nodes`: where their processes run; empty: here.
-        `printed`: the file for what they print; None: it is printed as usual.
+        `printed`: the file for their output; None: the output of this process.
         Raises EpisodeError for a file without usable environments, ModelError for a chat template without room for
         turns or tools.
         """
@@ -112,7 +112,7 @@ class Environments:
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
         """Raise EpisodeError for a row that names no environment, or lacks a column that its own needs.
 
-        Then it ends the processes.
+        Before it raises, it ends the processes.
         """
         for prompt in prompts:
             named = str(prompt.row.get(COLUMN, ""))
@@ -161,7 +161,7 @@ class Environments:
         self.host.close()
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """Do work with tokenizer and chat template, in other threads than the loop's."""
+        """Do work with tokenizer and chat template, in another thread than the loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def lose(self, error: UserError) -> None:
@@ -179,14 +179,14 @@ class Turns(Episode):
         super().__init__(prompt, sampling, sample)
         self._environments, self._prompt, self._sampling, self._sample = environments, prompt, sampling, sample
         self._most = sampling.max_new_tokens
-        self._tools: Tools
+        self._info: EnvironmentInfo
         self._tokens: TurnTokens
         self._began = time.monotonic()
         self._begin_anew(1)
 
     def _begin_anew(self, tries: int) -> None:
         self._tries = tries
-        self._home = self._environments.host.home(next(self._environments.numbers))
+        self._calls = self._environments.host.calls_of(next(self._environments.numbers))
         self._prompt_ids: I32 = self._prompt.token_ids
         self.text = self._messages = ""  # an environment that makes the prompt sets both
         self._ids: list[int] = []  # sampled tokens and tokens of observations, in their order
@@ -201,19 +201,19 @@ class Turns(Episode):
     async def start(self) -> Trajectory | None:
         try:
             await self.reset()
-        except Homeless:
+        except ProcessLost:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
 
     async def reset(self) -> None:
-        """Have the environment begin, and make the prompt. Raises Homeless, EpisodeError or ModelError."""
+        """Have the environment begin, and make the prompt. Raises ProcessLost, EpisodeError or ModelError."""
         environments, row = self._environments, self._prompt.row
         data = replaced(environments.config.data, input_key=self._prompt.input_key)
         plain = [{"role": "user", "content": self._prompt.text}]
         messages = prompt_messages(row, data) if data.input_key in row else plain
-        begun = await self._home.begin(self._started(row, messages))
+        begun = await self._calls.begin(self._started(row, messages))
         await environments.encode(partial(self._begin, begun))
 
     def _started(self, row: dict[str, Any], messages: Messages) -> Start:
@@ -230,29 +230,29 @@ class Turns(Episode):
         calls, message = [], {"role": "assistant", "content": found.text}
         if (reader := self._tokens.reader) is not None:
             text = reader.cut(environments.tokenizer.decode(found.response_ids.tolist(), skip_special_tokens=False))
-            calls = reader.read(text, self._tools.schemas)
+            calls = reader.read(text, self._info.schemas)
             message = reader.written(text, found.text, calls)
         self._dialogue.append(message)
         try:
-            answer = await self._home.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
+            answer = await self._calls.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
             self._add(answer)
             over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
             late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
             if over or late or not await environments.encode(partial(self._observe, answer, calls)):
-                self._add(await self._home.end())
+                self._add(await self._calls.end())
                 return self._whole(found, found.finish_reason if over else LENGTH)
-        except Homeless:
+        except ProcessLost:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
             return self._lost(error)
         return None
 
     def drop(self) -> None:
-        self._home.leave()
+        self._calls.leave()
 
     async def _anew(self) -> Trajectory | None:
-        """Begin anew, in another process: what another environment has done there is no fault of this one."""
-        self._home.leave()
+        """Begin again in another process, because another environment has ended the one they shared."""
+        self._calls.leave()
         self._begin_anew(self._tries + 1)
         if self._tries > MOST_TRIES:
             return self._lost(EpisodeError(f"its process was ended by other environments {MOST_TRIES} times"))
@@ -260,14 +260,14 @@ class Turns(Episode):
 
     def _begin(self, begun: Begun) -> None:
         environments = self._environments
-        self._tools = environments.described[begun.name]
-        self._tokens = environments.tokens[self._tools.kind]
+        self._info = environments.described[begun.name]
+        self._tokens = environments.tokens[self._info.kind]
         if begun.ids is not None:
             ids = begun.ids
         elif begun.text is not None:
             ids = environments.tokenizer.encode(begun.text)
         elif begun.messages is not None:
-            ids = self._tokens.prompt(begun.messages, self._tools.schemas, environments.file)
+            ids = self._tokens.prompt(begun.messages, self._info.schemas, environments.file)
             self._messages = json.dumps(begun.messages)
         else:
             self._go_on()
@@ -283,14 +283,14 @@ class Turns(Episode):
         self._go_on(begun.limit)
 
     def _observe(self, answer: Answer, calls: list[ToolCall]) -> bool:
-        """Append the observation; return False if no turn fits behind it."""
+        """Append the observation; return False if no turn fits after it."""
         before = [*self._prompt_ids.tolist(), *self._ids]
         if answer.ids is not None:
             ids = answer.ids
         elif answer.text is not None:
             ids = self._tokens.text_behind(before, answer.text)
         else:
-            ids = self._tokens.behind(before, answer.messages or [], calls, self._tools.schemas)
+            ids = self._tokens.behind(before, answer.messages or [], calls, self._info.schemas)
         if len(before) + len(ids) >= self._environments.config.data.max_len:
             return False
         text = answer.text if answer.ids is None else self._environments.tokenizer.decode(ids)
@@ -325,7 +325,7 @@ class Turns(Episode):
         )
 
     def _lost(self, error: UserError) -> Trajectory:
-        """Make an episode that nothing is learned from."""
+        """Return the episode as lost: its action mask leaves all of it out of training."""
         self._environments.lose(error)
         if not self._ids:
             self._ids, self._logprobs, self._sampled = [self._environments.tokenizer.eos_token_id], [0.0], [True]

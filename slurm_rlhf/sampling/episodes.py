@@ -1,8 +1,8 @@
 """Runs episodes, each as one coroutine of a loop in a thread of its own.
 
-User code never runs on the loop. The main thread and the loop exchange by `SimpleQueue` and `call_soon_threadsafe`,
-which have no lock that a stop, raised anywhere in the main thread, could leave taken; inside a callback of a loop on
-the main thread it would be swallowed.
+User code never runs on the loop. A stop is an exception that may be raised at any point of the main thread. So the main
+thread and the loop exchange through `SimpleQueue` and `call_soon_threadsafe` only, which have no lock that it could
+leave locked; and the loop is not on the main thread, where a callback could swallow the stop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slurm_rlhf.sampling.environment import Environments, Episode
 from slurm_rlhf.sampling.scheduler import Scheduler
 
 LATE_S = 0.2
-"""Seconds between two looks for engines that start late."""
+"""Seconds between two checks for engines that start late."""
 
 T = TypeVar("T")
 Loads = dict[int, EngineLoad]
@@ -50,7 +50,7 @@ class Episodes:
         admit: Callable[[int], Any] | None = None,
         environments: Environments | None = None,
     ) -> None:
-        """`admit` gives engines that start late, or again, the weights of a policy version; None: none does.
+        """`admit` gives engines that start late, or again, the weights of a policy version; None: no engine does.
 
         `environments`: what answers the policy between its turns; None: each episode is a prompt and a response.
         """
@@ -59,21 +59,21 @@ class Episodes:
         self._admit = admit
         self._sources: list[GroupSource] = []
         self._failure: BaseException | None = None
-        self._advancing = False  # `_advance` is going to be called
+        self._advancing = False  # `_advance` is scheduled
         self._loop = asyncio.new_event_loop()
         scheduler.post = self.post
         self._thread = threading.Thread(target=self._work, name="episodes", daemon=True)
         self._thread.start()
 
-    # From the main thread, or one that evaluates.
+    # Called from the main thread, or from one that evaluates.
 
     def sample(
         self, prompts: Sequence[Prompt], sampling: Sampling, version: int, admits: bool = True
     ) -> list[Trajectory]:
         """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample).
 
-        `version` of the policy seeds them. Blocks; a stop may interrupt it, and drops everything. Calls have the
-        deadline timeout.generate. Without `admits` no engine that starts late takes part.
+        Their seeds depend on the policy `version`. Blocks; a stop may interrupt it, and drops everything. Calls have
+        the deadline timeout.generate. Without `admits` no engine that starts late takes part.
         """
         state = GroupState(version)
         groups = [PromptGroup(place, prompt, state, sampling, version) for place, prompt in enumerate(prompts)]
@@ -89,7 +89,7 @@ class Episodes:
         return self.wait(done, groups[0].state.version, admits)
 
     def wait(self, found: SimpleQueue[T | BaseException], version: int, admits: bool = True) -> T:
-        """Wait for what the loop puts there, and admit engines meanwhile. Raises what is an exception."""
+        """Wait for what the loop puts into `found`, and admit engines meanwhile. Raises it if it is an exception."""
         try:
             while True:
                 with suppress(Empty):
@@ -99,7 +99,7 @@ class Episodes:
                     if self._admit(version):
                         self.post(self.scheduler.flush)
                 elif not self.scheduler.ready:
-                    raise RoleDied("no engine is left, and while the actor trains (eval.overlap) none gets its weights")
+                    raise RoleDied("no engine is left, and none gets weights while the actor trains (eval.overlap)")
         except StopRequested:
             self.scheduler.stop()
             raise
@@ -112,15 +112,15 @@ class Episodes:
         with suppress(RuntimeError):  # it is closed
             self._loop.call_soon_threadsafe(self._loop.stop)
 
-    # From any thread.
+    # Called from any thread.
 
     def post(self, task: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop do a task, and then whatever it makes possible."""
+        """Have the loop run a task, and then let every source advance."""
         here = threading.get_ident() == self._thread.ident
         with suppress(RuntimeError):  # it is closed
             (self._loop.call_soon if here else self._loop.call_soon_threadsafe)(self._do, task, *arguments)
 
-    # On the loop.
+    # Called on the event loop.
 
     def attach(self, source: GroupSource) -> None:
         """Let a source begin groups, unless it may already."""
@@ -128,7 +128,7 @@ class Episodes:
             self._sources.append(source)
 
     def detach(self, source: GroupSource) -> None:
-        """Let a source begin no more."""
+        """Let a source begin no more groups."""
         self._sources.remove(source)
 
     def begin(self, group: PromptGroup, ended: Callable[[PromptGroup], None]) -> list[asyncio.Task[None]]:
@@ -187,7 +187,7 @@ class Episodes:
                 source.failed(self._failure)
 
     def _work(self) -> None:
-        self._loop.set_exception_handler(lambda loop, context: None)  # episodes that are dropped with the loop
+        self._loop.set_exception_handler(lambda loop, context: None)  # ignore errors of episodes that are dropped
         self._loop.run_forever()
         self._loop.close()
 

@@ -1,4 +1,4 @@
-"""Makes the batches of a run of a stream of groups: they begin one after the other, or a round at a time.
+"""Makes the batches of a run from a stream of groups, which begin one after the other, or in rounds.
 
 The pure functions of `batches` decide which groups begin, and which are in a batch.
 """
@@ -60,18 +60,18 @@ class GroupStream:
     episodes: Episodes
     reward: Scoring
     awake: Callable[[int], AbstractContextManager[None]]
-    """Lets engines sample with a policy version: colocated ones are awake meanwhile."""
+    """Prepares the engines to sample with a policy version: colocated ones are awake inside it."""
 
     def __post_init__(self) -> None:
         config, train, algo = self.config, self.config.train, self.config.algo
         filtered, inflight = algo.dynamic_filtering_enable, config.vllm.sync_mode == "inflight"
         # train.async_queue_size; None: a step samples its batch, under one policy
         self.size = train.async_queue_size if inflight else None
-        # groups begin together when all of before are judged
+        # True: groups begin together, when all earlier ones are judged
         self.rounds = not inflight and not (filtered and has_engines(config) and not train.full_determinism)
         # counts of dynamic sampling; None: every group is trained on
         self.counts = FilterCounts(algo.dynamic_filtering_range) if filtered else None
-        self._batch = self._at_once = config.rollout.batch_size  # groups of a step; in flight for one under one policy
+        self._batch = self._at_once = config.rollout.batch_size  # groups of a step; groups in flight for one
         if filtered:
             self._at_once = config.rollout.vllm_generate_batch_size or self._batch
         self._most = algo.dynamic_filtering_max_tries * self._at_once  # groups sampled for a batch that is filtered
@@ -89,7 +89,7 @@ class GroupStream:
         self._step = 0  # next step to be trained; 0: none has asked yet
         self._wanted = False  # True: the step waits for its batch
         self._paused = False
-        self._quiet_noted = False  # True: the main thread knows that none is in flight
+        self._quiet_noted = False  # True: the main thread knows that no group is in flight
         self._failure: BaseException | None = None  # why there is no further batch
         self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self._quiet: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -121,7 +121,7 @@ class GroupStream:
         """Begin no further group. Groups in flight are dropped with the engines; they can be sampled again."""
         self.episodes.close()
 
-    # On the loop.
+    # Called on the event loop.
 
     def _want(self, step: int) -> None:
         self.episodes.attach(self)
@@ -180,7 +180,7 @@ class GroupStream:
         return room(waiting, self._version, self._step, self.size, self._batch, self.last, self._ahead)
 
     def _admits(self) -> bool:
-        """Tell whether a group may begin, the first of `_coming`."""
+        """Tell whether a group may begin; it is then the first of `_coming`."""
         order = self.order
         if not self._step:
             return False
@@ -202,7 +202,7 @@ class GroupStream:
         places = order.take(min(count, self._most - judged))
         behind = [place for place in places if order.episode_of(place) != order.episode_of(places[0])]
         order.give_back(behind)
-        # The batch that the first place is in seeds them: a prompt that comes again has other responses.
+        # The number of the first place's batch seeds them, so a prompt that comes again gets other responses.
         return [self._group(place, places[0] // self._batch) for place in places if place not in behind]
 
     def _group(self, place: int, round: int) -> PromptGroup:
@@ -260,10 +260,10 @@ class GroupStream:
     def _choose(self) -> list[PromptGroup] | None:
         """Return the groups of the next batch, if it is complete; chosen anew only after a group was finished."""
         if self._changed:
-            self._next, self._changed = self._look(), False
+            self._next, self._changed = self._choose_anew(), False
         return self._next
 
-    def _look(self) -> list[PromptGroup] | None:
+    def _choose_anew(self) -> list[PromptGroup] | None:
         if self.size is None:
             # Wait for the user's function: otherwise an evaluation might call it at the same time.
             chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self._batch)

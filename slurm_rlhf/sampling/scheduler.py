@@ -1,9 +1,9 @@
-"""Decides which engine gets the next request. What one turn of the loop asks of an engine is one message.
+"""Decides which engine gets the next request. All requests of one turn of the event loop to an engine are one message.
 
-All of it is used on the loop of `Episodes` alone.
+Schedulers are used on the event loop of `Episodes`; `stop` alone is called on the main thread.
 
-What is sampled with what does not depend on time with train.full_determinism and rollout.engine = hf: these sample in
-waves. A wave begins when every open episode has ended or asks for its next turn. `Waves` deals it to engines by place,
+With train.full_determinism, and with rollout.engine = hf, batches must not depend on time, so requests go out in waves.
+A wave begins when every open episode has ended or asks for its next turn. `Waves` deals it to engines by position,
 `ActorWaves` to the ranks of the actor by length.
 """
 
@@ -36,7 +36,7 @@ Answered = Callable[[int, int], None]
 """Gets how many responses have come, and how many tokens were sampled meanwhile."""
 
 
-def nobody(responses: int, tokens: int) -> None:
+def ignore_answer(responses: int, tokens: int) -> None:
     """Ignore the answer."""
 
 
@@ -71,14 +71,14 @@ class EngineWork:
 
 
 class Scheduler:
-    """Gives each group to the engine that owes least, and never more than an engine takes.
+    """Gives each group to the engine that owes the fewest responses, unless it has enough.
 
     All turns of a group go to its engine. The requests of a lost engine go to others before new groups do; the seeds
     are the requests' own, so the responses are the same.
     """
 
     def __init__(
-        self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = nobody, urgent: bool = False
+        self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = ignore_answer, urgent: bool = False
     ) -> None:
         """`width`: sequences that an engine works on at once; `urgent`: each response is wanted as soon as it is there.
 
@@ -86,7 +86,7 @@ class Scheduler:
         at a time. With its reserve of a quarter it has enough to do meanwhile.
         """
         self.rollout = rollout
-        self.loads: dict[int, EngineLoad] = {}  # engine -> its work since somebody has taken them
+        self.loads: dict[int, EngineLoad] = {}  # engine -> its work since the last `take_loads`
         self.post: Callable[..., None] = lambda task, *arguments: None
         """Has the loop do a task, from any thread; `Episodes` sets it."""
         self._run_seed, self._width, self._answered = run_seed, width, answered
@@ -98,13 +98,13 @@ class Scheduler:
 
     @property
     def ready(self) -> Sequence[int]:
-        """List those that can be asked."""
+        """List the engines that can be asked."""
         return self.rollout.ready
 
     def place(self, group: PromptGroup, left: int | None = None) -> bool:
         """Give a group to an engine; False: none has room.
 
-        left: responses that are left to be sampled, those of this group too; None: there is no end of them.
+        left: responses that are left to be sampled, with those of this group; None: more always follow.
         """
         if self._waiting or (work := self._free(group.sampling.n, left)) is None:
             return False
@@ -143,7 +143,7 @@ class Scheduler:
         return {engine: EngineLoad() for engine in self.ready} | taken
 
     def flush(self) -> None:
-        """Hand out what was asked for, and come for the answers."""
+        """Hand out waiting requests, send those that were not sent, and keep a call open for the answers."""
         self._flushing = False
         while self._waiting:
             group = self._waiting[0].group
@@ -179,7 +179,7 @@ class Scheduler:
         work.unsent.append(request)
 
     def _free(self, samples: int, left: int | None) -> EngineWork | None:
-        """Return the work of the engine that owes least, if it may take so many responses more."""
+        """Return the work of the engine that owes the fewest responses, if it may take `samples` more."""
         if not self.ready:
             return None
         work = min((self._work(engine) for engine in self.ready), key=lambda work: work.held)
@@ -190,7 +190,7 @@ class Scheduler:
         return self._works.setdefault(engine, EngineWork(engine))
 
     def _send(self, work: EngineWork) -> None:
-        """Send what an engine does not know of; one call at least is there for what it owes."""
+        """Send an engine its new requests; as long as it owes responses, at least one call is open."""
         sent, work.unsent = work.unsent, []
         for sampling, alike in itertools.groupby(sent, key=lambda request: request.group.sampling):
             self._call(work, list(alike), sampling)
@@ -201,7 +201,7 @@ class Scheduler:
         self._watch(work, self.rollout.call(work.engine, EngineCalls.generate, self._batch(requests, sampling)))
 
     def _batch(self, requests: Sequence[TurnRequest], sampling: Sampling) -> GenerateBatch:
-        """Make the message for requests of one sampling."""
+        """Make the message for requests with the same `sampling`."""
         asked = PackedPrompts.pack([request.asked for request in requests])
         return GenerateBatch(asked, sampling, self._run_seed, self._least)
 
@@ -241,16 +241,16 @@ class Scheduler:
 class Waves(Scheduler):
     """Gives engine p the places p, p + W, ... of a wave on W engines, in one message, before it takes a step.
 
-    So the batch composition inside an engine, and with it the last bit of its log-probs, does not depend on time. The
-    part of a lost engine goes as a whole to one that has done its own, though some of it may be there.
+    So the batch composition inside an engine, and with it the last bit of its log-probs, does not depend on time. All
+    requests of a lost engine go to one that has finished its own, even those that the lost one had answered.
     """
 
-    def __init__(self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = nobody) -> None:
+    def __init__(self, rollout: EngineHandle, run_seed: int, width: int, answered: Answered = ignore_answer) -> None:
         super().__init__(rollout, run_seed, width, answered)
-        self._groups = 0  # groups since no episode was open
-        self._open = 0  # episodes
+        self._groups = 0  # groups placed since no episode was open
+        self._open = 0  # open episodes
         self._asking: list[TurnRequest] = []
-        self._parts: dict[int, list[TurnRequest]] = {}  # parts that no engine has
+        self._parts: dict[int, list[TurnRequest]] = {}  # number of a part -> its requests, while no engine has it
         self._dealt: dict[int, tuple[int, list[TurnRequest]]] = {}  # engine -> the part that it has
 
     def place(self, group: PromptGroup, left: int | None = None) -> bool:

@@ -50,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SandboxJob:
-    """Say what a command line is for: `work` is a directory of the job's own, with its files."""
+    """Hold what the command line of a sandbox needs; `work` is a directory of the job's own, with its files."""
 
     tool: str  # path of bwrap or apptainer; empty: the kind needs none
     work: str
@@ -97,7 +97,7 @@ def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
 
 
 def plain(job: SandboxJob, program: Sequence[str]) -> list[str]:
-    """Start the program as it is; the launcher does what is done."""
+    """Start the program without namespaces: the launcher alone protects."""
     return list(program)
 
 
@@ -112,8 +112,8 @@ COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
 LACKS = {
     "bubblewrap": "",
     "apptainer": "its /tmp has no limit of its own beyond the size of a file",
-    "landlock": "files of others cannot be opened but their names be found, /tmp is a directory of the job's own "
-    "instead of a private one, many files can fill the disk, programs get no signals and no sockets",
+    "landlock": "files of others cannot be opened, but their names can be found; /tmp is a directory of the job's own "
+    "instead of a private one; many files can fill the disk; programs get no signals and no sockets",
     NONE: "a program can read and write what you can, and reach the network",
 }
 """Kind -> what it cannot do."""
@@ -122,7 +122,7 @@ LACKS = {
 KEY = "reward.sandbox"
 AUTO = "auto"
 _LAUNCHER = str(Path(launcher.__file__))
-_PROGRAMS = str(Path(launcher.__file__).parent)  # the programs of this room that run inside
+_PROGRAMS = str(Path(launcher.__file__).parent)  # directory of the programs that run inside the sandbox
 _CALLS = tomllib.loads(Path(__file__).with_name("system_calls.toml").read_text(encoding="utf-8"))
 _LOOK_S = 0.2  # the pause between two looks at the memory of all processes
 _NEXT_S = 0.005  # the pause between two looks at a process that prints nothing more
@@ -247,7 +247,7 @@ def _processes() -> Iterator[tuple[int, int, int, int]]:
 
 
 def _counted_too(kind: str, own_user: bool) -> int:
-    """Count the threads that the kernel adds to those of the sandbox: the user's own, but for a namespace of users."""
+    """Count this user's threads outside of the sandbox where the kernel counts them against its limit; else 0."""
     version = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
     if own_user or (kind == "bubblewrap" and version >= (5, 14)):
         return 0
@@ -309,11 +309,11 @@ def described(kind: str) -> str:
 
 
 Test = str | tuple[str, str]
-"""Lines of Python that come behind the program, or its standard input and the output that is wanted."""
+"""Lines of Python that run after the program, or its standard input and the output that is wanted."""
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _LONGEST = 4
-"""A test may take the time of all tests over this number, or over the number of tests if they are fewer."""
+"""A test may take the time of all tests divided by this number, or by the number of tests if they are fewer."""
 
 
 def code_of(response: str) -> str:
@@ -328,7 +328,7 @@ def read_tests(value: Any) -> list[Test]:
     A test is a text (`assert add(1, 2) == 3`) or `{"input": ..., "output": ...}`. Raises RewardError for anything else.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):  # lines of Python may begin so
+        with suppress(ValueError):  # not JSON: lines of Python may begin so, too
             value = json.loads(value)
     if isinstance(value, str):
         value = [value]

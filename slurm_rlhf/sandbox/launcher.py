@@ -14,19 +14,19 @@ import resource
 import struct
 import sys
 
-TYPE_CHECKING = False  # typing, json and signal would take more than half of the start, which each program pays for
+TYPE_CHECKING = False  # importing typing, json and signal would more than double the start of each program
 if TYPE_CHECKING:
     from typing import Any
 
 MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Machine -> its place in the numbers of a call, its number for seccomp, its number of `clone`."""
+"""Machine -> index of its number among a call's numbers, seccomp's number of it, its number of `clone`."""
 CLONE3, PRLIMIT = 435, (302, 261)
 NEW_NAMESPACES = 0x7E020000
 KEEP_CAPABILITIES, AMBIENT, AMBIENT_RAISE, READ_ALL = 8, 47, 2, 2
 NO_NEW_PRIVILEGES, SET_SECCOMP, SET_DEATH_SIGNAL = 38, 22, 1
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EPERM, ENOSYS, SIGKILL = 1, 38, 9
-LIST = 1 << 3  # a right that no file has
+LIST = 1 << 3  # right on directories alone
 READ = 1 << 0 | 1 << 2 | LIST  # execute, read, list
 READ_WRITE_FILE = 1 << 1 | 1 << 2
 RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
@@ -102,16 +102,16 @@ def close_files(libc: Any, readable: list[str], writable: str) -> None:
 
 
 def filter_calls(libc: Any, refused: list[list[int]]) -> None:
-    """Refuse calls from here on (seccomp): numbers of each on every machine."""
+    """Refuse system calls from here on (seccomp); `refused`: numbers of each, one per machine of `MACHINES`."""
     column, machine, clone = MACHINES[os.uname().machine]
     load, equal, above, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     no, missing, kill, yes = 0x50000 | EPERM, 0x50000 | ENOSYS, 0x80000000, 0x7FFF0000
     code = [(load, 0, 0, 4), (equal, 1, 0, machine), (leave, 0, 0, kill), (load, 0, 0, 0)]
-    code += [(above, 0, 1, 0x40000000), (leave, 0, 0, kill)]  # x32 numbers the same calls otherwise
+    code += [(above, 0, 1, 0x40000000), (leave, 0, 0, kill)]  # the x32 ABI, whose numbers differ
     for numbers in refused:
         code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, no)]
-    code += [(equal, 0, 1, CLONE3), (leave, 0, 0, missing)]  # its flags cannot be read here: libc then calls clone
-    # Of these two the first argument decides: new namespaces among the flags, and another process than this one.
+    code += [(equal, 0, 1, CLONE3), (leave, 0, 0, missing)]  # a filter cannot read its flags: libc then calls clone
+    # Refused by the first argument: clone with flags for new namespaces, prlimit of another process than this one.
     for number, refuses in ((clone, (any_bit, 0, 1, NEW_NAMESPACES)), (PRLIMIT[column], (equal, 1, 0, 0))):
         code += [(equal, 0, 4, number), (load, 0, 0, 16), refuses, (leave, 0, 0, no), (leave, 0, 0, yes)]
     code.append((leave, 0, 0, yes))

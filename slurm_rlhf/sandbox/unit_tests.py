@@ -2,7 +2,7 @@
 
 Imports the standard library alone, because it runs as a file inside the sandbox. ORDER is JSON: the program's text, its
 tests, and the seconds that one may take. Each test is a fresh process of Python. A test is a pair of texts, standard
-input and the output that is wanted, or lines of Python that come behind the program's. Prints one digit for each test,
+input and the output that is wanted, or lines of Python that run after the program's. Prints one digit for each test,
 as it ends: 1 passed, 0 failed.
 """
 
@@ -47,7 +47,7 @@ def _printed(program: str, given: str, seconds: float) -> list[str | None]:
             stdout=stdout,
             stderr=subprocess.DEVNULL,
             check=False,
-            preexec_fn=lambda: signal.setitimer(signal.ITIMER_REAL, seconds),  # ends it without a signal of ours
+            preexec_fn=lambda: signal.setitimer(signal.ITIMER_REAL, seconds),  # the kernel ends it then, by SIGALRM
         )
         stdout.seek(0)
         return _lines(stdout.read().decode(errors="replace")) + ([None] if process.returncode else [])

@@ -26,7 +26,7 @@ from slurm_rlhf.trainer.distributed import divided
 RowAnswers = tuple[dict[str, Any], list[str] | Conversation, float]
 """(a row with its prompt, the answers to it or a whole conversation, the number that the row gives them)."""
 NAMED = 5
-"""Rows that cannot be used, of those that a message names."""
+"""Most kinds of unusable rows that a message names."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 PART = 1024
@@ -64,7 +64,7 @@ class Examples(Record):
 
 
 class RefusedRows(DataError):
-    """Report rows that are no examples, one of each kind by name; `examples` are of the others."""
+    """Report rows that are not examples, naming one of each kind; `examples` holds the examples of the other rows."""
 
     def __init__(self, path: Path, examples: Examples) -> None:
         rows, self.examples = examples.refused, examples
@@ -77,14 +77,14 @@ class RefusedRows(DataError):
 
 
 def of_held_out(data: Data) -> Data:
-    """Return the keys by which examples are read that are not trained on: all rows of their file."""
+    """Return the keys for reading examples that are not trained on: all rows of their file."""
     return replace(data, filter=[], weights=[], max_samples=0)
 
 
 def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     """Load the rows' `data.input_key` and `data.output_key`; prompts are tokenized as PPO's prompts are.
 
-    With `data.apply_chat_template` the answer may be messages. Those that begin with the assistant's stand behind the
+    With `data.apply_chat_template` the answer may be messages. Those that begin with the assistant's follow the
     prompt, others are the whole conversation, which may be in `data.input_key`, too, in a row without an answer.
     Raises RefusedRows for rows that are not examples, DataError when none is left.
     """
@@ -275,7 +275,7 @@ def _part(
 def _continued(
     prompts: Sequence[Prompt], answers: dict[int, list[str]], tokenizer: Tokenizer, templated: bool, end: str
 ) -> dict[int, list[Lesson]]:
-    """Encode the answers of each row behind its prompt; each ends with `end`, or the end-of-sequence token."""
+    """Encode the answers of each row after its prompt; each ends with `end`, or the end-of-sequence token."""
     repeated = [prompt for prompt in prompts for _ in answers[prompt.index]]
     texts = [text if text.endswith(end) else text + end for prompt in prompts for text in answers[prompt.index]]
     found: dict[int, list[Lesson]] = {}

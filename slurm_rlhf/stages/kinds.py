@@ -56,7 +56,7 @@ class RmTrainer(StageTrainer, HeadTrainer):
     """Trains scores on one rank, at the token where transformers' sequence classification has them."""
 
     name = "rm"
-    measures_always = True  # the scores are normalised
+    measures_always = True  # the export normalises scores by what is measured
 
     @staticmethod
     def read(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
@@ -199,7 +199,7 @@ class DpoTrainer(AnswerTrainer):
     ) -> NDArray[np.float32] | None:
         """Compute log-probs, of as many examples at a time as a step has, and append them to the file `parts`.
 
-        Goes on behind those that an earlier start has left there. None: it has to stop.
+        Goes on after those that an earlier start has left there. None: it has to stop.
         """
         whole, many = examples.experience, len(examples)
         begins = whole.action_offsets[:: examples.width]

@@ -47,7 +47,7 @@ class StageJob:
     _before: int = field(default=0, init=False)  # bytes of the first rank's log that are of earlier starts
     _ended: list[Ended] = field(default_factory=list, init=False)  # how the ranks ended that were started last
     _failures: list[RunFailure] = field(default_factory=list, init=False)
-    _kept: list[tuple[str, int]] = field(default_factory=list, init=False)  # log-probs of a reference that were there
+    _kept: list[tuple[str, int]] = field(default_factory=list, init=False)  # files of the reference's log-probs before
 
     def work(self, stop: Stop) -> None:
         """Start the ranks, and wait until they have written the model; where one dies they start again.
@@ -90,7 +90,7 @@ class StageJob:
             with stop.droppable():
                 self._ended = self._wait()
         except StopRequested:
-            (self.directory.root / STOP_FILE).touch()  # behind their step the ranks save, and end
+            (self.directory.root / STOP_FILE).touch()  # after their step the ranks save, and end
             if self._sizes(*_GROWING) != before:
                 self._ended = self._wait(self.config.timeout.collective)
             raise
@@ -147,7 +147,7 @@ class StageJob:
                 self.tell(f"{self.name}: {line}")
 
     def stopped(self, request: StopRequested) -> bool:
-        """Answer whether this start has saved anything."""
+        """Return whether this start has saved anything."""
         kept = self._sizes("reference-*") != self._kept
         return kept or CheckpointDir(self.directory.root).resolve("auto") != self.checkpoint
 

@@ -32,7 +32,7 @@ _CONFIG = "config.toml"
 class StageRecord:
     """Writes metrics, a log and, until the model is written, checkpoints to `<output_dir>.run`.
 
-    Rank 0 writes; `save` is collective. Metrics go to trackers, too, inside a `with` block behind `begin`.
+    Rank 0 writes; `save` is collective. Metrics go to trackers, too, inside a `with` block after `begin`.
     """
 
     def __init__(self, name: str, config: Config, world: World) -> None:
@@ -72,7 +72,7 @@ class StageRecord:
                 f"follows their number. Restore {self._name}.max_steps, {self._name}.max_epochs and the examples, or "
                 "add --resume=never"
             )
-        barrier()  # all have read before anything is written
+        barrier()  # rank 0 writes only when all ranks have read the checkpoint
         if self._world.rank == 0:
             self._paths.root.mkdir(parents=True, exist_ok=True)
             self._paths.config.write_text(dump_toml(self._config), encoding="utf-8")
@@ -103,7 +103,7 @@ class StageRecord:
             )
             try:
                 write_page(self._paths.report, [self._paths])
-            except Exception as error:  # whatever it is, the model counts
+            except Exception as error:  # no error of the page may end the training
                 self.say(f"warning: {self._paths.report.name} was not written: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
@@ -139,7 +139,7 @@ class StageRecord:
         return (self.root / STOP_FILE).exists()
 
     def stopped(self, step: int) -> None:
-        """Tell that the training stops behind `step`, which is saved. Collective."""
+        """Tell that the training stops after `step`, which is saved. Collective."""
         self._summarize("stopped", step)
         barrier()
         if self._world.rank == 0:

@@ -32,16 +32,16 @@ from slurm_rlhf.trainer.distributed import join_world, undisturbed
 from slurm_rlhf.trainer.trainer import Schedule
 from slurm_rlhf.trainer.trainers import LanguageModelTrainer, TrainedModel
 
-PROGRESS_LINES = 40  # about so many
+PROGRESS_LINES = 40  # lines of a whole training, roughly
 
 
 class StageTrainer(TrainedModel):
-    """Trains the model of a stage on one rank; a second base class, next to that of the kind of model."""
+    """Trains the model of a stage on one rank: a mixin for the class of the kind of model."""
 
     name: ClassVar[str]
     """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
     measures_always: ClassVar[bool] = False
-    """Whether the model is measured by the examples that it was trained on if there are no others."""
+    """True: without an eval_dataset the model is measured by the examples that it was trained on."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         keys = get(config, self.name)
@@ -61,8 +61,8 @@ class StageTrainer(TrainedModel):
         return True
 
     def stops(self, record: StageRecord, signals: StopSignals) -> bool:
-        """Tell whether any rank has a signal to stop, or the job a file. Collective."""
-        # Which rank has a signal first is chance: all of them stop at the same place.
+        """Tell whether any rank has got a signal to stop, or the file STOP_FILE is there. Collective."""
+        # A signal may reach one rank first: all of them stop at the same place.
         asked = signals.reason is not None or (self.world.rank == 0 and record.asked)
         total = torch.tensor(float(asked), device=self.world.device)
         dist.all_reduce(total)
@@ -199,7 +199,7 @@ def _train(
     done: int,
     steps: int,
 ) -> int:
-    """Train the steps behind `done`; return the last one, which is saved if it is not the end."""
+    """Train the steps after `done`; return the last one, which is saved if it is not the end."""
     start = time.monotonic()
     keys: StageKeys = get(trainer.config, trainer.name)
     for step in range(done + 1, steps + 1):
@@ -208,7 +208,7 @@ def _train(
         denominator = trainer.denominator(batch)
         metrics = trainer.train_step(batch, trainer.micro_batches(batch, examples), denominator)
         of_step = {name: metrics.pop(name) for name in ("lr", "grad_norm") if name in metrics}
-        # Which rank has a signal first is chance: all of them stop behind the same step.
+        # A signal may reach one rank first: all of them stop after the same step.
         asked = signals.reason is not None or (trainer.world.rank == 0 and record.asked)
         total = torch.tensor([*metrics.values(), float(asked)], dtype=torch.float32, device=trainer.world.device)
         dist.all_reduce(total)

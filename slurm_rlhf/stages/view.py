@@ -23,7 +23,7 @@ from slurm_rlhf.rewards.reasoning_gym import KEY as TASKS
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 
 _LINES = 5
-"""Rows that are left out, of those that are named."""
+"""Most rows that are named of those that are left out."""
 
 
 def views(config: Config, rows: int) -> Iterator[DataView]:
@@ -56,7 +56,7 @@ def views(config: Config, rows: int) -> Iterator[DataView]:
 def _prompts(
     key: str, source: str, given: Iterable[tuple[str, Row]], tokenizer: Tokenizer, config: Config, data: Data, rows: int
 ) -> DataView:
-    """Look at prompts, whose responses are sampled; `given`: each row behind the place where it stands."""
+    """Look at prompts, whose responses are sampled; `given`: (place in its file, row) of each."""
     read = [(index, *row) for index, row in enumerate(given)]
     found = list(prompts_of(read, tokenizer, data, data.max_len - config.rollout.max_new_tokens))
     kept = [one for one in found if isinstance(one, Prompt)]

@@ -1,4 +1,4 @@
-"""The private parts of DeepSpeed that the training room uses, written for deepspeed 0.19.8.
+"""The private parts of DeepSpeed that this package uses, written for deepspeed 0.19.8.
 
 ops/__init__.py _probe_compatible_ops()
 runtime/compiler.py compile
@@ -52,21 +52,21 @@ def import_deepspeed(device: torch.device) -> Any:
     import deepspeed
     import deepspeed.ops
 
-    # No extension is wanted, so that none is looked for: _probe_compatible_ops would run compilers and ask the GPUs. On
-    # CPUs DeepSpeed would compile deepspeed_shm_comm then (half a minute of g++), which all-reduces through shared
-    # memory under names of its own, which runs on one host would share; gloo does without it.
+    # No extension is used, so DeepSpeed must not look for any: _probe_compatible_ops runs compilers and asks the GPUs.
+    # On CPUs it would lead to the build of deepspeed_shm_comm (half a minute of g++), whose shared memory has the same
+    # names in all runs on a host; gloo all-reduces without it.
     deepspeed.ops.__compatible_ops__ = {}
     if device.type == "cpu":
-        # It asks for a CPU with fp16 instructions; torch computes fp16 on every CPU, slowly where there are none.
+        # DeepSpeed asks for a CPU with fp16 instructions; torch computes fp16 on every CPU, slowly without them.
         deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     _import_muon()
     return deepspeed
 
 
 def _import_muon() -> None:
-    """Import the optimizer that DeepSpeed compares every other one with, without compiling it.
+    """Import DeepSpeed's Muon, against which it checks the class of every optimizer, without compiling it.
 
-    DeepSpeed's own import of it imports torch's compiler, which is a fifth of the start of a rank that trains.
+    DeepSpeed's own import loads torch's compiler, which is a fifth of the start time of a rank that trains.
     """
     from deepspeed.runtime import compiler
 
@@ -150,7 +150,7 @@ def set_loss_scale(optimizer: Any, scale: float) -> None:
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:
-    """Return what ZeRO-3 keeps of gradients: this rank's part of them, and the buckets that they are added up in."""
+    """Return ZeRO-3's gradient buffers: this rank's part of the gradients, and the buckets that add them up."""
     return [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
 
 

@@ -1,4 +1,4 @@
-"""The private parts of torch that the training room uses, written for torch 2.13.0.
+"""The private parts of torch that this package uses, written for torch 2.13.0.
 
 _C/_VariableFunctions.pyi _fused_sdp_choice(query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)
 distributed/distributed_c10d.py _world
@@ -35,10 +35,10 @@ _seen: list[str] = []
 
 
 def attention_kernel() -> str:
-    """Name the kernel of the first forward pass after the first call of this, as in "sdpa: FLASH_ATTENTION".
+    """Name the attention kernel of the first forward pass after the first call, as in "sdpa: FLASH_ATTENTION".
 
-    Empty until that pass, and for a model that does not use `scaled_dot_product_attention`, as with the package of
-    Flash Attention.
+    Empty until that pass, and for a model that does not use `scaled_dot_product_attention`, such as one with the
+    package flash-attn.
     """
     _watch_once()
     return _seen[0] if _seen else ""
@@ -81,9 +81,9 @@ def without_hooks(module: Any) -> Any:
 
 
 def bare_copy(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> Any:
-    """Copy a tree of modules without hooks: same buffers and settings, the parameters `replaced` or the same.
+    """Copy a tree of modules without hooks: same buffers and settings, and the same parameters or their `replaced` one.
 
-    What one module was in several places, or one parameter, is one in the copy. Modes (train, eval) are its own.
+    A module or parameter that stands in several places does so in the copy. The copy has its own train or eval mode.
     """
     copies: dict[nn.Module, Any] = {}
 

@@ -1,4 +1,4 @@
-"""The private parts of transformers that the training room uses, written for transformers 5.19.0.
+"""The private parts of transformers that this package uses, written for transformers 5.19.0.
 
 masking_utils.py find_packed_sequence_indices(position_ids)
 masking_utils.py sdpa_mask(*, batch_size, q_length, kv_length, attention_mask, allow_is_causal_skip)
@@ -30,8 +30,8 @@ def import_modeling() -> None:
 def packed_rows_are_known() -> Iterator[None]:
     """Keep transformers, inside the block, from looking for sequences that are packed into a row.
 
-    Without an attention mask it looks at the position ids: it asks the device and waits for the answer, behind all that
-    is queued there, once or twice in each forward pass, and builds a mask over the whole row.
+    Without an attention mask it reads the position ids from the device, once or twice in each forward pass: it waits
+    for all work that is queued there, and builds a mask over the whole row.
     """
     from transformers import masking_utils
 
@@ -63,7 +63,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 class _DeepSpeedConfig:
-    """Answers what transformers asks before it builds a model; its own class for it needs accelerate."""
+    """Stands for the DeepSpeed config that transformers reads before it builds a model; its own needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config

@@ -1,6 +1,6 @@
 """The implementations of `Trainer`, and which one a model gets: no other file but theirs names one.
 
-To add one: its file, and here when a model gets it.
+To add one: write its file, and say here which models get it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def start_trainer(module: nn.Module, cfg: TrainSettings, world: World) -> Traine
 
 @contextmanager
 def loading(ds: Ds, world: World) -> Iterator[Ds]:
-    """Give the settings with which to load, inside the block, a model for `start_trainer`. Collective.
+    """Yield the settings for loading, inside the block, a model for `start_trainer`. Collective.
 
     From ZeRO-1 on 16-bit parameters have fp32 masters. Without ZeRO gradients would be added up in 16 bits,
     which loses small ones: there the parameters themselves are fp32, and autocast computes in 16 bits.

@@ -1,9 +1,9 @@
 """Experience as tensors: packed into one row, or a padded row for each sequence; forward passes without gradients.
 
-Attention in a packed row lets no token see another sequence. A 16-bit model on a GPU has torch's flash attention for
-sequences of unlike lengths. Elsewhere sequences of one length are computed together, without a mask over the whole row.
+Attention in a packed row lets no token see another sequence. 16-bit models on GPUs use torch's flash attention for
+variable lengths. Elsewhere sequences of equal length are computed together, without a mask over the whole row.
 transformers' own detection of packed rows is not used: with a mask or a cache it lets sequences see their neighbours,
-and says nothing.
+without a warning.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class EqualLengths:
 class PackedRow:
     """Describe a row of T tokens in which N sequences lie end to end."""
 
-    position_ids: Tensor  # int64 [1, T], from 0 on in each sequence; with a group of this rank's tokens
+    position_ids: Tensor  # int64 [1, T], from 0 on in each sequence; with a group only those of this rank's tokens
     bounds: Tensor  # int32 [N + 1], where the sequences begin, and T
-    lengths: tuple[int, ...]  # [N], the same for the host
-    equal: EqualLengths | None = None  # None where most lengths are unlike
+    lengths: tuple[int, ...]  # [N], lengths of the sequences, on the host
+    equal: EqualLengths | None = None  # None: most lengths differ
     group: SequenceGroup | None = None  # ranks that compute the row together
 
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Sequences for A response tokens, in the order of the experience: one packed row, or a row of L tokens each.
+    """Sequences with A response tokens, in the order of the experience: one packed row, or a row of L tokens each.
 
-    Rows of their own are right-padded, and the models are causal: real tokens see no padding, so there is no attention
-    mask, and position ids are 0 .. L-1. Ranks that compute a row together have a batch each, of their own tokens.
+    Sequences with a row each are right-padded, and the models are causal: real tokens see no padding, so there is no
+    attention mask, and position ids are 0 .. L-1. Ranks that compute a row together have a batch of their own tokens.
     """
 
     input_ids: Tensor  # int64 [B, L], 0 where padded; [1, T] if packed
@@ -76,15 +76,15 @@ def collate(
     """Lay all sequences of `exp` into one row (`packed`), or pad each to the longest.
 
     The last token of a response predicts nothing: it is in `targets` alone. With `read`, [N], all tokens are in the
-    rows, and the actions are one token of each sequence, by its place from 0 on. `group`: ranks that compute the row
-    together; then there may be a few tokens of padding behind its sequences.
+    rows, and each sequence has one action: its token at index `read`. `group`: ranks that compute the row together;
+    then a few tokens of padding may follow its sequences.
     Raises ValueError for a response without a prompt before it.
     """
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
         index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
     responses = exp.response_lens.astype(np.int64)
-    lengths = exp.prompt_lens + (np.maximum(responses - 1, 0) if read is None else responses)  # read by the model
+    lengths = exp.prompt_lens + (np.maximum(responses - 1, 0) if read is None else responses)  # the model's tokens
     filled = -int(lengths.sum()) % group.size if group else 0
     width = int(lengths.sum()) + filled if packed else int(lengths.max(initial=1))
     starts = np.array(np.cumsum(lengths) - lengths if packed else np.arange(len(exp)) * width, dtype=np.int64)
@@ -149,8 +149,8 @@ def per_action(
 ) -> F32:
     """Call `answer` on every micro-batch and return its numbers, one for each action, in the order of `exp`, [A].
 
-    `micro`: rows of `exp`; every row must be in exactly one. Under ZeRO-3 each is a collective, so that every rank
-    needs as many.
+    `micro`: rows of `exp`; every row must be in exactly one. Under ZeRO-3 every call is collective, so all ranks need
+    the same number of micro-batches.
     """
     with torch.no_grad():
         parts = [exp.select(rows) for rows in micro]
@@ -161,7 +161,7 @@ def in_order(exp: Experience, micro: list[list[int]], answers: list[Tensor]) -> 
     """Put the numbers of all micro-batches, one for each action, in the order of `exp`, [A]."""
     offsets = exp.action_offsets
     result = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
-    # Once, after the last: waiting for each micro-batch would give the next one to an idle device.
+    # Copied once, after the last: a copy after each micro-batch would let the device idle before the next one.
     values = torch.cat(answers).cpu().numpy() if answers else result[:0]
     start = 0
     for row in (row for rows in micro for row in rows):
@@ -171,12 +171,12 @@ def in_order(exp: Experience, micro: list[list[int]], answers: list[Tensor]) -> 
     return result
 
 
-NAME = "packed"
+ATTENTION_NAME = "packed"
 """Attention implementation of transformers that `register` adds."""
 
-ROW = "packed_row"
-"""Argument of `attention` besides those that all attention of transformers knows. Compiled layers hand it on unread: a
-graph that had numbers out of it would be made anew for other lengths."""
+ROW_ARGUMENT = "packed_row"
+"""Argument of `attention` that transformers' own attention does not have. Compiled layers pass it on unread: a graph
+that used its numbers would be compiled again for other lengths."""
 
 
 def is_exact(computed: Tensor) -> bool:
@@ -188,16 +188,16 @@ _LARGEST_HEAD = 256  # dimensions of a head, for flash attention
 
 
 def register(compiled: bool = False) -> None:
-    """Add the attention `NAME` to transformers; `compiled`: layers that are compiled call it as it is."""
+    """Add the attention `ATTENTION_NAME` to transformers; `compiled`: keep it out of the graphs of compiled layers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     # torch.compiler imports the compiler, which takes a second.
-    AttentionInterface.register(NAME, torch.compiler.disable(attention) if compiled else attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(attention) if compiled else attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _mask)
 
 
 def _mask(*, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **more: Any) -> Tensor | None:
-    """Build the mask of a batch with padding or a cache, as `generate` has them; `attention` itself is causal."""
+    """Build the mask for padding or a cache, which batches of `generate` have; None: `attention` itself is causal."""
     if attention_mask is None and q_length == kv_length:
         return None
     sizes = {"q_length": q_length, "kv_length": kv_length}
@@ -219,10 +219,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention; query [B, H, L, D], key and value [B, K, L, D], result [B, L, H, D].
 
-    `packed_row`: the sequences of B = 1 row; None: every row is one sequence. With a group L is of this rank's tokens,
-    and the call is collective.
+    `packed_row`: the sequences of B = 1 row; None: every row is one sequence. With a group L counts this rank's
+    tokens, and the call is collective.
     """
-    if torch.is_autocast_enabled(query.device.type):  # it rounds products and sums, and rotations leave fp32 behind
+    if torch.is_autocast_enabled(query.device.type):  # under it rotary embeddings return fp32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     if packed_row is not None and packed_row.group is not None:

@@ -138,7 +138,7 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.config.actor.max_norm,
         "bf16": {"enabled": cfg.config.ds.param_dtype == "bf16"},
-        # A fixed scale to DeepSpeed: `LossScale` sets it anew before each step.
+        # DeepSpeed takes it for a fixed scale; `LossScale` sets it before each step.
         "fp16": {"enabled": cfg.config.ds.param_dtype == "fp16", "loss_scale": 1.0},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": cfg.config.ds.grad_comm_dtype,
@@ -156,9 +156,9 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
 def start_sharded(
     load: Callable[[], nn.Module], param_dtype: str, offload: bool, timeout_s: float, world: World
 ) -> Any:
-    """Make a frozen model whose parameters are cut over the ranks while `load` loads it, and return it. Collective.
+    """Make a frozen model whose parameters are sharded over the ranks while `load` loads it. Collective.
 
-    Every forward pass is collective. With `offload` the parts are in host memory. `timeout_s`: of collectives.
+    Every forward pass is collective. With `offload` the shards are in host memory. `timeout_s`: limit of a collective.
     """
     with sharded_from_the_start(world, zero3_config(param_dtype, offload)):
         module = load()
@@ -174,7 +174,7 @@ def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[Non
     """Have `from_pretrained`, inside the block, shard every parameter as it is made. Collective.
 
     Rank 0 reads the weights, one module at a time, and each rank keeps its shard: no rank ever has the full model.
-    `config`: of `zero3_config`.
+    `config`: made by `zero3_config`.
     """
     import_deepspeed(world.device)
     with shard_new_models(config):
@@ -184,8 +184,8 @@ def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[Non
 def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0, hpz_size: int = 1) -> dict[str, Any]:
     """Return DeepSpeed's configuration for sharding a model as it loads; with `offload`, into host memory.
 
-    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: of all parameters, once that is known. `hpz_size`: of a model
-    in training.
+    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: those of all parameters, once known. `hpz_size`: ds.hpz_size,
+    for a model in training.
     """
     where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
     return {
@@ -200,7 +200,7 @@ def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0, hpz
 def persistence(elements: int) -> dict[str, int]:
     """Return the size up to which parameters stay full on every rank, because gathering them does not pay.
 
-    `elements`: of the model. DeepSpeed's default for all models is 100,000, which of a small one is most parameters.
+    `elements`: those of the model. DeepSpeed's default, 100,000, would keep most parameters of a small model full.
     """
     return {"stage3_param_persistence_threshold": min(elements // 100, 100_000)}
 
@@ -248,8 +248,8 @@ def gathering(module: nn.Module) -> Iterator[None]:
 def move_optimizer(engine: Any, stage: int, where: Literal["host", "device"], device: torch.device) -> None:
     """Move the fp32 masters and AdamW's moments to host memory, or back. The parameters stay for the weight sync.
 
-    Under ZeRO-3 DeepSpeed does so for its own FusedAdam only; there the memory of gradients, which mean nothing between
-    two steps, is freed as well.
+    Under ZeRO-3 DeepSpeed can do so for its own FusedAdam only, so it is done here; the gradient buffers, whose content
+    is not needed between two steps, are freed as well.
     """
     away = where == "host"
     if stage < 3:

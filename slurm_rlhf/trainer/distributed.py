@@ -24,7 +24,7 @@ from slurm_rlhf.wire.codec import decode, encode
 
 T = TypeVar("T")
 FRAMES = 8
-"""Frames of a record that goes from rank to rank, at most."""
+"""Most frames of a record that is sent from rank to rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def join_world(timeout_s: float, connect_s: float) -> World:
 
 
 def _leave() -> None:
-    """Join gloo's threads before the interpreter ends: one that still lets go of a tensor would abort the process."""
+    """End gloo's threads before the interpreter ends: one that frees a tensor after it would abort the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -66,10 +66,10 @@ def _backend() -> str:
 
 
 def _meet(timeout: timedelta, connect_s: float) -> None:
-    """Form the group in a thread: towards a store whose process stands still, torch's clients have no time-out."""
+    """Form the group in a thread: torch's store client has no time-out if the process with the store hangs."""
 
     def join() -> None:
-        if torch.cuda.is_available():  # each thread has its own
+        if torch.cuda.is_available():  # each thread has its own current device
             torch.cuda.set_device(local_device())
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -83,9 +83,9 @@ def _meet(timeout: timedelta, connect_s: float) -> None:
     else:
         raise RunError(
             f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
-            f"or their torchrun stands still, which has the store at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}; or a stranger has changed the store, which knows no password: then put "
-            "GLOO_SOCKET_IFNAME on a network that others do not reach"
+            f"or their torchrun hangs, which has the store at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}; or a stranger has changed the store, which has no authentication: then "
+            "put GLOO_SOCKET_IFNAME on a network that others do not reach"
         )
 
 
@@ -97,10 +97,10 @@ def local_device() -> torch.device:
 
 
 def barrier() -> None:
-    """Wait for all ranks of the role, on NCCL by a sum on this rank's GPU.
+    """Wait for all ranks of the role.
 
-    Unless the GPU is named, torch takes the current one, which is the same, and warns. With `device_id` the group
-    would know it, too, but then NCCL connects at once, and splits further groups off with all ranks.
+    The GPU is named because torch warns otherwise. The group itself could know it (`device_id`), but then NCCL connects
+    at once, and splits further groups off with all ranks.
     """
     device = local_device()
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
@@ -114,7 +114,7 @@ def all_agree(value: bool, world: World) -> bool:
 
 
 def divided(jobs: Iterable[Callable[[], T]], kind: type[T]) -> list[T]:
-    """Do each of the jobs on one rank; return what comes of all, of the record `kind`, on every rank. Collective.
+    """Do each job on one rank; return the results of all, records of the type `kind`, on every rank. Collective.
 
     A process that has joined no group does all of them.
     """
@@ -139,7 +139,7 @@ def _of_rank(source: int, value: T | None, kind: type[T]) -> T:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU; 0 for a CPU."""
+    """Return the memory of a GPU in bytes; 0 for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
@@ -158,13 +158,13 @@ def seed_rank(seed: int, rank: int, full_determinism: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-_SCRATCH = 1 << 21  # numbers
+_SCRATCH = 1 << 21  # numbers that `speed` computes with
 
 
 def speed(world: World) -> tuple[float, float]:
-    """Return the bytes a second that AdamW moves here, and those that a ring over the ranks does; collective.
+    """Return the bytes per second of AdamW on this rank, and of an all-reduce over the ranks. Collective.
 
-    The latter is 0 for one rank. Takes some hundredths of a second.
+    The latter are 0 for one rank. Takes some hundredths of a second.
     """
     from slurm_rlhf.placement.step_time import ADAM_BYTES
 

@@ -30,10 +30,10 @@ from slurm_rlhf.trainer.models import PolicyModule, load_policy
 from slurm_rlhf.trainer.optimizer_state import Fragment, ShardReader, check_sizes, flush
 
 _COPIED = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "chat_template.*", "generation_config.json")
-"""Patterns of the files that an export has from its source."""
+"""Patterns of the files that an export copies from its source."""
 
 ADAPTER = "adapter"
-"""Directory, in an export of a policy with adapters, that has them alone, in PEFT's format."""
+"""Directory inside an export that has the adapters alone, in PEFT's format."""
 
 HEAD = "score"
 """Name of the head of transformers' sequence classification."""
@@ -44,8 +44,8 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: Path, rank: int) -> None:
     """Write `model` with the tokenizer of directory `source` to `out`; an export already there is replaced.
 
-    `whole`: its parameters, of which one at a time may be whole; every rank asks for all. The new directory is complete
-    before it takes the name `out`. Rank 0 writes.
+    `whole`: its parameters, which may be gathered one at a time, so every rank iterates over all. Rank 0 writes; the
+    new directory is complete before it gets the name `out`.
     """
     keep = rank == 0
     state = {name: full.cpu().clone() for name, full in whole if keep}
@@ -84,7 +84,7 @@ def save_reward(
 
 
 def classifier(config: Any, settings: dict[str, Any]) -> Any:
-    """Make transformers' sequence classification of a body with `config`, without numbers.
+    """Make transformers' sequence classification of a body with `config`, without memory for its weights.
 
     Raises ModelError where transformers has none with a linear layer `HEAD`.
     """
@@ -160,7 +160,7 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], source: Path, out: Pa
 def export(actor: Path, base: Path, out: Path, dtype: Dtype) -> None:
     """Write the policy in `actor`, a directory of a checkpoint, to `out`; everything but weights is that of `base`.
 
-    Adapters are merged into their layers, and stand in the directory `ADAPTER`, too. Raises CheckpointError for a
+    Adapters are merged into their layers, and also written to the directory `ADAPTER`. Raises CheckpointError for a
     checkpoint that is not of this model, ModelError.
     """
     module = load_policy(base, Ds(param_dtype=dtype, attn_implementation="eager"), chunk_tokens=1)

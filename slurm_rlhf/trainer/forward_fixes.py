@@ -1,4 +1,4 @@
-"""Changes to the layers of a loaded model: how they compute, and that a log-prob depends on text and weights alone.
+"""Changes to a loaded model: how its layers compute, and that a log-prob depends on text and weights alone.
 
 Layers may be compiled, use kernels of Liger, and keep less for the backward pass. Dropout and other random rates are
 switched off: the old and the new policy must differ by their weights alone.
@@ -175,7 +175,7 @@ def _angles(module: Any, length: int, layer: str | None) -> torch.Tensor:
     return cos
 
 
-_KEPT = (
+_COSTLY = (
     *("mm", "addmm", "_grouped_mm"),
     *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
@@ -186,11 +186,11 @@ _VARLEN = "torch_attn::_varlen_attn"
 
 
 def checkpoint_layers(model: Any, how: str) -> None:
-    """Have the layers of `model`, one of transformers, keep their inputs alone (full), or more; off: keep all.
+    """Set what the layers of `model`, one of transformers, keep for the backward pass: off: all; full: their inputs.
 
-    selective: the results of matrix products and attention are kept, too, so the backward pass computes norms,
-    rotations and activations again. Source: Korthikanti et al., Reducing Activation Recomputation (2022), the reverse
-    of its choice: with fused attention it is cheap things that take memory.
+    selective: the results of matrix products and attention, too, so the backward pass computes norms, rotations and
+    activations again. Korthikanti et al., Reducing Activation Recomputation (2022), recompute attention instead: with
+    fused attention it is the cheap operators whose results take memory.
     """
     if how == "off":
         return
@@ -200,7 +200,7 @@ def checkpoint_layers(model: Any, how: str) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
 
-_SAVED = {getattr(torch.ops.aten, name).default for name in _KEPT}
+_SAVED = {getattr(torch.ops.aten, name).default for name in _COSTLY}
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

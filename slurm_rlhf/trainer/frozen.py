@@ -37,9 +37,9 @@ class Frozen:
         load: Callable[[], nn.Module],
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Put the module that `load` makes on the host, in `dtype`, a name of DTYPES, on the device.
+        """Put the module that `load` makes on the host onto the device. `dtype`: its precision, a key of DTYPES.
 
-        `autocast`: what a module with fp32 parameters computes in, as the actor at ZeRO stage 0.
+        `autocast`: precision in which a module with fp32 parameters computes, as the actor does at ZeRO stage 0.
         Collective under ZeRO-3 or with ds.ulysses_size above 1; needs no process group without them.
         """
         self.device = local_device()
@@ -56,7 +56,7 @@ class Frozen:
             world = join_world(timeout.collective, timeout.connect)
             self.group = sequence_group(world, together, timeout.collective)
         if group.zero_stage == 0:
-            if self.device.type == "cuda":  # else libraries open a context on the first GPU, and report its memory
+            if self.device.type == "cuda":  # else libraries open a CUDA context on GPU 0, and report its memory
                 torch.cuda.set_device(self.device)
             self._module = loaded().to(self.device).requires_grad_(False).eval()
             return
@@ -68,7 +68,7 @@ class Frozen:
 
 
 class FrozenPolicy:
-    """Computes with the reference, in the actor's precisions: the policy that it starts from, or its teacher."""
+    """Computes log-probs of the reference, the actor's first policy or its teacher, in the actor's precisions."""
 
     def __init__(self, config: Config) -> None:
         """Load the model. Raises ModelError."""
@@ -148,7 +148,7 @@ def pooling(wanted: str, head: str | None, config: dict[str, Any]) -> tuple[str,
 
 
 def last_token(exp: Experience, pad: int | None = None) -> NDArray[np.int64]:
-    """Return the place of the last token of each sequence, from 0 on, [N]; not of one that is `pad`.
+    """Return the index of the last token of each sequence, from 0 on, [N]; of the last that is not `pad`, if given.
 
     A sequence of nothing but `pad` ends at its first token, as in transformers.
     """

@@ -33,9 +33,9 @@ class Generation:
         self._full = {parameter: trainer.shapes[name] for name, parameter in self._module.named_parameters()}
         self._autocast = trainer.cfg.autocast
         self.collective = trainer.sharded and not whole and trainer.world.size > 1
-        """Whether all ranks take part in every pass, so that all have to take as many."""
+        """True: all ranks take part in every forward pass, so all must run equally many."""
         self.whole = whole or not trainer.sharded
-        """Whether each rank has all parameters while it generates."""
+        """True: each rank has all parameters while it generates."""
         self._own: dict[nn.Parameter, nn.Parameter] = {}
         """Parameter in training -> that of the copy, which is empty until `allocate`."""
         if trainer.sharded and whole:
@@ -49,7 +49,7 @@ class Generation:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model in eval mode, a copy."""
+        """Return the model in eval mode, a copy."""
         module = self._module
         if self.whole:
             copy = bare_copy(module, self._own).eval()
@@ -94,8 +94,8 @@ class Generation:
 def stepping(model: Any, step: Callable[..., Any]) -> Any:
     """Return `model`, a causal language model, with `step` in place of its forward pass.
 
-    `generate` reads the signature of the forward, and takes the directory's settings if it gets none: the
-    copy has none, so that the distribution is that of the logits. Models with longrope throw their cache away where a
+    `generate` reads the signature of the forward pass, and takes the generation settings of the model if it gets none:
+    those of the copy are empty, so tokens follow the plain logits. Models with longrope throw their cache away where a
     text reaches the length at which frequencies would change; those are fixed here, and the cache stays.
     """
     from transformers import GenerationConfig, GenerationMixin

@@ -78,8 +78,8 @@ class LogprobHead(nn.Module):
         super().__init__()
         if fp32 and not isinstance(head, nn.Linear):
             raise ModelError(
-                f"ds.fp32_lm_head: the head of this model is a {type(head).__name__}, and only that of a linear layer "
-                "is known: leave the key out"
+                f"ds.fp32_lm_head: the head of this model is a {type(head).__name__}, and the key works "
+                "with a linear layer only: leave it out"
             )
         for name, parameter in head.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
@@ -130,8 +130,8 @@ def chunked_logprobs(
     """Compute log-probs of `targets` and entropies in nats, fp32 [A] each, of softmax(lm_head(hidden) / temperature).
 
     hidden [A, H]; targets int64 [A]. `lm_head` is called with at most `chunk_tokens` rows at a time. With more than
-    one chunk the backward pass computes each chunk's logits again instead of keeping them, and without `entropy_grad`
-    not its entropy, which then carries no gradient.
+    one chunk the backward pass computes each chunk's logits again instead of keeping them. Without `entropy_grad` the
+    entropy carries no gradient and is not computed again.
         log p = z_t - logsumexp(z),  H = -sum_v p_v log p_v,  z = head_math(logits) / temperature
     """
     chunks = list(zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True))

@@ -25,7 +25,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return y [..., out] of `input` [..., in]."""
-        # Also where the scaling is 0: ZeRO-3 gathers parameters in the order of the pass before.
+        # Computed even if the scaling is 0: ZeRO-3 prefetches parameters in the order of the pass before.
         return super().forward(input) + self.lora_B(self.lora_A(input)) * self.scaling
 
 
@@ -76,7 +76,7 @@ def base_model(model: nn.Module) -> Iterator[None]:
 
 
 def settings_of(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments with which `attach` gave `model` its adapters, but for the seed; empty if it has none."""
+    """Return the arguments with which `attach` gave `model` its adapters, without the seed; empty if it has none."""
     layers = adapted_layers(model)
     if not layers:
         return {}

@@ -111,8 +111,7 @@ def load_policy(
     Raises ModelError when it cannot be used.
 
     `checkpointing`: as in `checkpoint_layers`. `max_len`: tokens of the longest text of the run, prompt and response
-    (data.max_len), which decides how positions are embedded in models that know several ways; 0: as many as the model
-    has positions.
+    (data.max_len), on which the frequencies of some rotary embeddings depend; 0: as many as the model has positions.
     """
     from transformers import AutoModelForCausalLM
 
@@ -131,7 +130,7 @@ def load_critic(
     statistics: tuple[float, float] | None = None,
     max_len: int = 0,
 ) -> ValueModule:
-    """Load the body of the language model in `path`, with a reward model's own head or else a new one.
+    """Load the body of the language model in `path`, with its head if it is a reward model, else with a new one.
 
     `statistics`: mean and std by which rewards, and so the scores of a reward model's head, are normalised.
     `max_len` and errors as in `load_policy`.
@@ -159,7 +158,7 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
 
 
 def _compare_logits(policy: PolicyModule, path: str) -> None:
-    """Compare the model's own logits with those of its body and head, on four tokens; raises ModelError."""
+    """Raise ModelError unless the model's logits are those of its body and head, on four tokens."""
     model = policy.model
     index = torch.arange(4, device=model.device)
     ids = (index[None] + 2) % model.config.get_text_config().vocab_size
@@ -176,7 +175,7 @@ def _compare_logits(policy: PolicyModule, path: str) -> None:
 
 
 def _compare_packed(body: Any, path: str) -> None:
-    """Compare two texts in one row with each alone, and the second behind another first; raises ModelError."""
+    """Raise ModelError unless texts are computed in one row as they are alone, whatever text is before them."""
     lengths, device = (9, 5), body.device
     bounds = torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32, device=device)
     place = torch.cat([torch.arange(length, device=device) for length in lengths])
@@ -203,10 +202,10 @@ def _compare_packed(body: Any, path: str) -> None:
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, row: PackedRow | None = None) -> Tensor:
     """Return the hidden states [A, H] of the tokens at `action_index` [A]. Collective if ranks share the row."""
     where: dict[str, Any] = {}
-    if row is not None:  # all that is known of the lengths: a layer that has to ask the device waits for it
+    if row is not None:  # with lengths on the host: a layer that has to read them from the device waits for it
         ends = {"cu_seq_lens_q": row.bounds, "cu_seq_lens_k": row.bounds}
         longest = {"max_length_q": max(row.lengths), "max_length_k": max(row.lengths)}
-        where = {"position_ids": row.position_ids, batch.ROW: row, **ends, **longest}
+        where = {"position_ids": row.position_ids, batch.ROW_ARGUMENT: row, **ends, **longest}
     with packed_rows_are_known():
         states = body(input_ids=input_ids, use_cache=False, **where).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
@@ -261,7 +260,7 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
 
     if ds.attn_implementation == "sdpa" and layout_of(ds, str(path)).packed:
         batch.register(ds.compile)
-        return load(batch.NAME)
+        return load(batch.ATTENTION_NAME)
     cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
     if ds.attn_implementation != "sdpa":
         return load(ds.attn_implementation)
@@ -374,7 +373,7 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
 
 
 def _tensors(directory: Path) -> dict[str, Tensor]:
-    """Map the weights of a directory: no more is read from the disk than what is used."""
+    """Return the weights of a directory, memory-mapped: only those that are used are read from the disk."""
     found: dict[str, Tensor] = {}
     for file in model_directory.weight_files(directory):
         try:

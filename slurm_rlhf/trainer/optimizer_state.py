@@ -1,7 +1,7 @@
-"""AdamW's state and its fp32 masters: the fragments that this rank owns, their files, and saves behind the next steps.
+"""AdamW's state and its fp32 masters: the fragments that this rank owns, their files, and asynchronous saves.
 
-A fragment says which elements of a named parameter it has, so that what one layout has written another can read,
-whatever number of ranks, ZeRO stage and trainer it has. A file of a checkpoint has:
+A fragment says which elements of a named parameter it has, so a checkpoint can be read by any number of ranks, any ZeRO
+stage and any trainer, whichever wrote it. A file of a checkpoint has:
 
 rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements [start, start + n) of the parameter;
                               kinds as in `Fragment.tensors`
@@ -47,9 +47,9 @@ class Fragment:
 
 
 def whole_fragments(part: nn.Module, optimizer: Any, world: World | None = None) -> Iterator[Fragment]:
-    """Yield the trained parameters of `part`, which AdamW (`optimizer`) updates themselves.
+    """Yield the trained parameters of `part`, which AdamW (`optimizer`) updates directly, without masters.
 
-    Every rank has all of them: with `world`, this rank's share, so that every rank has a part to write.
+    Every rank has all of them; with `world` only this rank's share is yielded, so that all ranks write a part.
     """
     trained = ((name, p) for name, p in part.named_parameters() if p.requires_grad)
     for number, (name, parameter) in enumerate(trained):
@@ -70,7 +70,7 @@ def zero_moments(adamw: Any, masters: Iterable[Tensor], steps: int) -> None:
     """Give AdamW the zero moments of `masters` that its first step would make, and count `steps` steps as taken."""
     for master in masters:
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
-        # Fused kernels count where they compute, others on the host.
+        # Fused kernels keep `step` on the device, others on the host.
         device = master.device if adamw.param_groups[0]["fused"] else HOST
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps), device=device)}
 
@@ -181,7 +181,7 @@ def move_moments(state: dict[str, Tensor], device: torch.device) -> None:
             state[moment].data = moved(state[moment].data, device)
 
 
-# --- behind the next steps -------------------------------------------------------------------------------------------
+# --- asynchronous saves ----------------------------------------------------------------------------------------------
 
 
 def done() -> Future[None]:
@@ -192,7 +192,7 @@ def done() -> Future[None]:
 
 
 class AsyncSave:
-    """Writes one checkpoint at a time behind the computation. `begin` and `wait` are for one thread.
+    """Writes one checkpoint at a time while training goes on. `begin` and `wait` are for one thread.
 
     It keeps host memory for a copy from save to save: pinned memory takes longer to get than to fill.
     """
@@ -204,9 +204,9 @@ class AsyncSave:
     def begin(
         self, fragments: Iterable[Fragment], device: torch.device, write: Callable[[list[Fragment]], None]
     ) -> Future[None]:
-        """Copy fragments, which are on `device`, and have a thread `write` the copies; return what it ends with.
+        """Copy fragments, which are on `device`, and have a thread `write` the copies; return its Future.
 
-        Waits for the write before.
+        Waits until the previous write is over.
         """
         self.wait()
         copies = []
@@ -234,7 +234,7 @@ class AsyncSave:
 def flush(files: Iterable[Path]) -> None:
     """Force files to disk. Raises OSError.
 
-    On a file system of many nodes the node that wrote them has to do it: the conductor's own call has no effect.
+    On a shared file system the node that wrote them has to do it: a call of the conductor has no effect.
     """
     for path in files:
         with open(path, "rb") as file:

@@ -74,7 +74,7 @@ class PlainTrainer(Trainer):
             fill(fragment)
 
     def _add_up_gradients(self) -> None:
-        """Sum the gradients over the ranks, in buckets; one that a rank lacks, as of an expert without tokens, is 0."""
+        """Sum the gradients over the ranks, in buckets; a missing one, as of an expert without tokens, counts as 0."""
         dtype = DTYPES[self.cfg.config.ds.grad_comm_dtype]
         before, numbered = 0, []
         for parameter in self.module.parameters():

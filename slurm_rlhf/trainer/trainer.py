@@ -76,23 +76,23 @@ class TrainSettings:
     """Holds the settings of the optimizer steps of a model; all trained models share the actor's."""
 
     def __init__(self, config: Config, schedule: Schedule, ranks: int) -> None:
-        """`schedule`: learning rate by step. `ranks`: of the optimizer, which decide about its ZeRO stage."""
+        """`schedule`: learning rate by step. `ranks`: number of the optimizer's ranks, on which its stage depends."""
         self.config, self.schedule = config, schedule
         self.zero_stage = stage_of(config, ranks)  # 0: plain PyTorch trains the model
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Return the 16 bits that a model with fp32 parameters computes in, as at stage 0; None: no autocast."""
+        """Return the 16-bit type in which a model with fp32 parameters (stage 0) computes; None: no autocast."""
         dtype = self.config.ds.param_dtype
         return None if self.zero_stage or dtype == "fp32" else DTYPES[dtype]
 
 
 def stage_of(config: Config, ranks: int) -> int:
-    """Choose the ZeRO stage of an optimizer over `ranks`: 0 where stages 1 and 2 would have nothing to do but copy.
+    """Choose the ZeRO stage of an optimizer over `ranks`: 0 where stages 1 and 2 would do nothing but copy.
 
-    On one rank in fp32 they cut nothing and keep no masters, and pass every gradient through buffers: a seventh of the
-    update of a small model. With ds.enable_sleep they stay, and with train.full_determinism, as stage 0 rounds the norm
-    of gradients otherwise than a checkpoint's run did.
+    On one rank in fp32 they shard nothing and keep no masters, but copy every gradient through buffers: a seventh of
+    the update time of a small model. They stay with ds.enable_sleep, and with train.full_determinism, because stage 0
+    rounds the gradient norm differently, and older checkpoints are continued bit for bit.
     """
     ds = config.ds
     idle = ranks == 1 and ds.zero_stage in (1, 2) and ds.param_dtype == "fp32" and not ds.enable_sleep
@@ -109,8 +109,8 @@ def adamw(
 ) -> torch.optim.AdamW:
     """Make torch's AdamW for a module on `device`, whose whole parameters have `shapes`.
 
-    It is fused, as by default torch takes parameters through ten kernels, on CPUs one after the other; but not with
-    train.full_determinism, where it may round differently from a checkpoint's run.
+    It is fused: torch's default runs ten kernels, on CPUs for one parameter after the other. With
+    train.full_determinism it is not, because it may round differently from the run that wrote a checkpoint.
     """
     actor = cfg.config.actor
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
@@ -138,7 +138,7 @@ class Trainer(ABC):
     def __init__(
         self, module: nn.Module, cfg: TrainSettings, world: World, shapes: Mapping[str, torch.Size], sharded: bool
     ) -> None:
-        """`shapes`: of whole parameters, by name; `sharded`: ranks have parts of them, and a forward is collective."""
+        """`shapes`: full shapes by name; `sharded`: each rank has a part of the parameters; forward is collective."""
         self.module = module
         self.cfg = cfg
         self.world = world
@@ -146,7 +146,7 @@ class Trainer(ABC):
         self.sharded = sharded
         self.steps = 0  # optimizer steps taken
         self._scale = LossScale.of(cfg.config.ds)
-        self._skipped = 0  # steps in a row
+        self._skipped = 0  # skipped steps in a row
         self._saver = AsyncSave()
 
     @abstractmethod
@@ -200,11 +200,11 @@ class Trainer(ABC):
         Collective only if `sharded`: then a parameter is whole until the next one is asked for.
         """
 
-    def save(self, directory: Path, behind: bool = False) -> Future[None]:
+    def save(self, directory: Path, async_save: bool = False) -> Future[None]:
         """Write all that the next steps depend on; every rank gives the same directory. Raises OSError.
 
-        Called by a rank's worker and by `sft`. With `behind` it only copies, and a thread writes the same files while
-        the next steps are taken: not collective, and it waits for an earlier write. The Future raises what that raises.
+        Called by a rank's worker and by `stages`. With `async_save` it only copies, and a thread writes the same files
+        while the next steps are taken: not collective, and it waits for an earlier write, whose errors the Future has.
         """
         state = self._state()
 
@@ -214,7 +214,7 @@ class Trainer(ABC):
             flush(directory.glob(f"rank_{self.world.rank:05d}.*"))
 
         fragments = self.shards(self.module, "optimizer")
-        if behind:
+        if async_save:
             return self._saver.begin(fragments, self.world.device, write)
         self._saver.wait()
         write(fragments)
@@ -224,7 +224,7 @@ class Trainer(ABC):
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage and trainer.
 
-        Called by a rank's worker and by `sft`, before the first step.
+        Called by a rank's worker and by `stages`, before the first step.
         With as many ranks and the same stage the next steps are bit for bit those that would have followed; otherwise
         they differ by the order in which ranks add up gradients. New ranks keep the random state of `seed_rank`.
         Raises CheckpointError for the checkpoint of another model and for a damaged one.
@@ -312,7 +312,7 @@ class LossScale:
     """Holds the loss scale s of fp16: gradients are multiplied by it until the step, so that small ones do not vanish.
 
     A step that overflows is skipped. s := s / 2 after it, s := 2 s after `window` steps in a row that did not overflow.
-    fp16 has 10 bits after the first, against bf16's 7, and numbers from 6e-8 to 65504 only. Source of the scheme:
+    fp16 has 10 mantissa bits, against bf16's 7, but numbers from 6e-8 to 65504 only. Source of the scheme:
     Micikevicius et al., Mixed Precision Training (2018), section 3.2. There is no hysteresis.
     """
 
@@ -339,7 +339,7 @@ class LossScale:
     def step_overflowed(self, step: int) -> None:
         """Halve the scale, because optimizer step `step` had a gradient that is not finite.
 
-        Raises RunError if the scale is the smallest already: then it is not the scale that makes it so.
+        Raises RunError if the scale is the smallest already: then the scale is not the cause.
         """
         self.overflows += 1
         if self.scale <= self.least:

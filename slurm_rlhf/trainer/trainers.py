@@ -84,9 +84,9 @@ class TrainedModel(ABC):
     def _per_action(self, exp: Experience, micro: list[list[int]], answer: Callable[[TokenBatch], Tensor]) -> F32:
         return per_action(exp, micro, self.world.device, answer, self.layout.packed, self.group)
 
-    def save(self, directory: Path, behind: bool = False) -> Future[None]:
-        """Write the state for an exact resume into a directory that all ranks see; `behind`: see `Trainer.save`."""
-        return self.backend.save(directory, behind)
+    def save(self, directory: Path, async_save: bool = False) -> Future[None]:
+        """Write the state for an exact resume into a directory that all ranks see; `async_save`: see `Trainer.save`."""
+        return self.backend.save(directory, async_save)
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called. Raises CheckpointError."""
@@ -94,14 +94,14 @@ class TrainedModel(ABC):
 
 
 class MeasuredModel(TrainedModel):
-    """Tells its speed before the first step of a run; a second base class, next to that of the kind of model."""
+    """Adds a measurement of its speed, before the first step of a run, to a trained model: a mixin."""
 
     def measure(self, exp: Experience, micro: list[list[int]], backward: bool) -> tuple[float, float, float, float]:
-        """Return the seconds of a pass over micro-batches, the CPU seconds of each thread, and two more rates.
+        """Return the seconds of a pass over micro-batches, its CPU seconds per thread, and the two rates of `speed`.
 
         The seconds are medians of three passes.
-        With `backward` it computes gradients, which it drops: under ZeRO-3 it counts two more passes for them. Then the
-        rates are those of `speed`, else 0. Nothing is changed.
+        With `backward` it computes gradients and drops them; under ZeRO-3 it counts two more passes instead. Without
+        `backward` the rates are 0. Nothing is changed.
         """
         gradients = backward and not self.backend.sharded
         wanted = [parameter for parameter in self.backend.module.parameters() if parameter.requires_grad]
@@ -127,7 +127,7 @@ class MeasuredModel(TrainedModel):
 
     @abstractmethod
     def _numbers(self, batch: TokenBatch) -> Tensor:
-        """Compute a number for each action as the module does, without what the trainer does around it."""
+        """Run the module's own forward pass, without the trainer around it: a number for each action."""
 
 
 class LanguageModelTrainer(TrainedModel):
@@ -153,10 +153,10 @@ class PolicyTrainer(LanguageModelTrainer, MeasuredModel):
     """Trains the policy on one rank of the actor. `train_step` needs the column `advantages`.
 
     Without a column `logprobs` the old log-probs are those of the update's own pass: the ratio is 1, and its gradient
-    that of the log-probs. Then, and with algo.correction.bypass, `passed` has the pass of the last step, [A].
+    that of the log-probs. Then, and with algo.correction.bypass, `used_logprobs` has those of the last step, [A].
     """
 
-    passed: F32 | None = None
+    used_logprobs: F32 | None = None
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
@@ -174,7 +174,7 @@ class PolicyTrainer(LanguageModelTrainer, MeasuredModel):
         """Take one optimizer step, as `TrainedModel.train_step`."""
         self._parts: list[Tensor] = []
         metrics = super().train_step(exp, micro, denominator)
-        self.passed = in_order(exp, micro, self._parts) if self._parts else None
+        self.used_logprobs = in_order(exp, micro, self._parts) if self._parts else None
         return metrics
 
     def _old_logprobs(self, part: Experience, logprobs: Tensor) -> Tensor:

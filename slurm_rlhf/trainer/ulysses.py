@@ -1,7 +1,7 @@
 """Ranks that compute a packed row together: each has a part of its tokens, and for attention a part of the heads.
 
 Attention needs all tokens of a sequence, and nothing of other heads. So before it the ranks of a group exchange parts
-of tokens for parts of heads, and behind it they exchange them back; all else in a model works on each token alone.
+of tokens for parts of heads, and after it they exchange them back; all else in a model works on each token alone.
 Source: Jacobs et al., Ulysses (2023), arXiv 2309.14509.
 """
 

@@ -3,8 +3,8 @@
 `transfer_plan` and `routes` say which bytes go where and on which way: pure data, without torch. `group` joins
 separately started processes (`rendezvous`), watches them and finds out who broke an update (`diagnosis`, `update`).
 `ends` are the actor's and the engines' ends, `bucket` is what they exchange and compare, `backends` are the ways of the
-bytes; that package says how to add one. `lead` is the conductor's side.
+bytes; to add one: .github/CONTRIBUTING.md. `lead` is the conductor's side.
 
-May import `config`, `errors`, `cluster`, `wire`, `process_groups` and the helpers. No engine is imported here: one
-loads what `Receiver.update` yields.
+May import `config`, `records`, `errors`, `placement`, `cluster`, `wire`, `process_groups` and the helpers. No engine is
+imported here: an engine loads what `Receiver.update` yields.
 """

@@ -16,14 +16,14 @@ from slurm_rlhf.errors import SyncError, shortened
 from slurm_rlhf.weights.transfer_plan import FIXED_HEADER, BucketPart, Parameter, Piece, Span, SyncPlan
 
 _PIECE = 1 << 20  # bytes that are copied and hashed at a time: they stay in a second-level cache in between
-_BLOCK = 1 << 20  # words that a device sums in one go: more need more memory, less more launches
+_BLOCK = 1 << 20  # words that a device sums at a time: more take more memory, fewer take more launches
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the multiplier of Fibonacci hashing
 
 
 def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
     """Compute a checksum of `data` (uint8 [n]; on a device n is a multiple of 8), as an int64 tensor [] on its device.
 
-    With `into` (uint8 [n]) the bytes are copied there on the way, and those that arrived are summed.
+    With `into` (uint8 [n]) the bytes are copied there, and the checksum is that of the copy.
     """
     if _is_cpu(data):
         return torch.tensor(host_checksum(data, into))
@@ -31,7 +31,7 @@ def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tens
 
 
 def host_checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> int:
-    """Compute `checksum` of bytes on a host, XXH3, as an int64. The interpreter's lock is free meanwhile."""
+    """Compute `checksum` of bytes on a host, XXH3, as an int64. It releases the interpreter's lock."""
     state = xxh3_64()
     if into is None:
         state.update(data.numpy())
@@ -76,19 +76,19 @@ SpanSource = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _NOTHING: Mapping[int, int] = {}
-_WASTE = 2  # a block of memory serves requests of at least its size divided by this
+_WASTE = 2  # most times that a block may be as large as the request that gets it
 
 
 class Pool:
-    """Hand out uint8 tensors [n]; when the last view of one is gone, by whomever, its memory is used again.
+    """Hand out uint8 tensors [n]; their memory is used again when the last view is gone, whoever has kept it.
 
     On CPUs the first touch of fresh pages costs more than the transfer of their bytes.
     """
 
     def __init__(self, device: torch.device, others: int = 0) -> None:
-        """`others`: bytes that its owner has besides, in shared memory."""
+        """`others`: bytes of the owner's shared memory, which count, too."""
         self.device = device
-        self.peak = others  # bytes that were held at a time: handed out, or idle until they are used again
+        self.peak = others  # most bytes held at a time, free blocks included
         self._held = others
         self._lock = threading.Lock()
         self._returned: deque[torch.Tensor] = deque()
@@ -111,12 +111,12 @@ class Pool:
                 self._hold(block.numel())
         # The tensor and all views of it keep this array, and nothing else does.
         lent = block.numpy()[:nbytes]
-        # A finalizer runs wherever the last reference goes, in the middle of `take` too: it must not want the lock.
+        # A finalizer runs wherever the last reference goes, even inside `take`, so it must not take the lock.
         weakref.finalize(lent, self._returned.append, block).atexit = False
         return torch.from_numpy(lent)
 
     def _fresh_on_gpu(self, nbytes: int) -> torch.Tensor:
-        """Take fresh memory of a GPU: its allocator keeps what is given back by itself."""
+        """Allocate on the GPU: torch's caching allocator uses freed memory again by itself."""
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         with self._lock:
             while self._gone:
@@ -136,7 +136,7 @@ def fill(
 ) -> list[torch.Tensor]:
     """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums.
 
-    Returns the bytes of those that lie apart: where the actor has them, or in memory of `pool` if that is on a device.
+    Returns the bytes of the pieces that lie apart: the actor's own, or a copy from `pool` if they are on a device.
     """
     sums = []
     apart = []
@@ -171,8 +171,8 @@ def verify(
 ) -> None:
     """Compare the parts of a bucket that arrived with the checksums of their owners.
 
-    `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
-    Raises SyncError naming the parameters that differ.
+    `buffer`: that of the bucket. `known`: offset of a piece -> its checksum, if it is computed already. Waits for a GPU
+    once. Raises SyncError naming the parameters that differ.
     """
     words = []
     for part in parts:
@@ -211,9 +211,9 @@ class Assembly:
         version: int,
         known: Mapping[int, int] = _NOTHING,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield those that the bucket in `buffer` completes; one that lies there in one piece is a view of it.
+        """Yield the parameters that the bucket in `buffer` completes; one that lies there in one piece as a view.
 
-        Takes and raises what `verify` does, at once.
+        Calls `verify` at once, before the first is asked for.
         """
         verify(buffer, self.plan, parts, bucket, version, known)
         return self._views(buffer, parts)
@@ -233,10 +233,10 @@ class Assembly:
     def copies(
         self, buffer: torch.Tensor, parts: tuple[BucketPart, ...], bucket: int, version: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same, none of them a view: the buffer, which is the host's, is free at the end.
+        """Yield the same parameters, as copies: the buffer, in host memory, is free at the end.
 
-        Each is compared while it is copied, so its bytes are read once; raises as `verify` does, before the first that
-        differs.
+        Each is compared while it is copied, so its bytes are read once; raises as `verify` does, before it yields the
+        first that differs.
         """
         headers = {part.index: _header(buffer[part.start :], len(part.pieces)).tolist() for part in parts}
         sums = {part.index: iter(_checksums(headers[part.index], part, bucket, version)) for part in parts}
@@ -288,7 +288,7 @@ def _in_order(parts: tuple[BucketPart, ...]) -> list[tuple[Piece, BucketPart]]:
 
 
 def _side_by_side(pieces: Sequence[Piece]) -> list[Piece]:
-    """Take pieces of a parameter that follow each other in the buffer for one."""
+    """Join pieces of a parameter that follow each other in the buffer."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1].span if found else None
@@ -313,7 +313,7 @@ def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
 
 
 def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
-    """Return what is summed: the bytes of the piece, on a device with the padding up to whole 64-bit words."""
+    """Return the bytes for a piece's checksum: on a device with the padding up to whole 64-bit words."""
     if _is_cpu(buffer):
         return buffer[offset : offset + piece.span.nbytes]
     return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

@@ -1,8 +1,8 @@
 """Heartbeats between the members of a group, and who broke an update, from what the members write into the store.
 
-A link that is cut tells nobody, and a long wait proves nothing: the engine at the other end may be loading. So a thread
-of each member sends datagrams over the interface that carries the weights, whatever the member's other threads wait
-for; where they stay out, the link is cut or the process hangs.
+A cut link raises no error, and a long wait proves nothing: the engine at the other end may be loading. So a thread of
+each member sends datagrams over the interface that carries the weights, whatever the member's other threads wait for;
+if they stop coming, the link is cut or the process hangs.
 
 Backends only say that something closed or took too long. Every member that fails posts why, before it drops its
 connections: a reason of its own, whom it has not heard from, or nothing when it merely lost the others. So a peer whose
@@ -29,8 +29,8 @@ from slurm_rlhf.records import Record
 from slurm_rlhf.weights.rendezvous import Member, read
 from slurm_rlhf.wire import timeouts
 
-_PER_SILENCE = 10  # heartbeats in the time of silence that counts: that all of them are lost by chance is unlikely
-_NODES = 64  # on which a member has partners, at most
+_PER_SILENCE = 10  # heartbeats in timeout.sync_silence: that all of them are lost by chance is unlikely
+_NODES = 64  # most nodes on which a member has partners
 _RANK = struct.Struct("<q")
 _LONGEST = 64  # bytes; longer datagrams are not ours
 _AT_ONCE = 10_000  # datagrams between two heartbeats of our own: a flood must not silence this member
@@ -138,7 +138,7 @@ class Heartbeat:
                 found: Any = self._socket.recv(_LONGEST)
             except (TimeoutError, BlockingIOError):
                 return
-            except OSError:  # an unreachable peer's node has answered
+            except OSError:  # a peer's node has answered that its port is closed
                 continue
             if found[: -_RANK.size] == self._token:
                 self._heard[int(_RANK.unpack(found[-_RANK.size :])[0])] = self._clock
@@ -154,17 +154,17 @@ class Heartbeat:
 
 
 def silent(ages: Mapping[int, float], limit_s: float) -> tuple[int, ...]:
-    """Return the ranks that were not heard for longer than `limit_s`; none as long as more may belong to them.
+    """Return the ranks that were not heard for longer than `limit_s`; none while others may soon be among them.
 
     `ages`: rank -> seconds since its last heartbeat. A node that is cut off misses all others at about the same time,
-    and is to name all of them: so who was not heard for half of the limit is waited for, up to half a limit more.
+    and should name all of them: so for a rank not heard for half of the limit it waits, up to half a limit more.
     """
     quiet = tuple(sorted(rank for rank, age in ages.items() if age > limit_s))
     doubtful = any(limit_s / 2 < age <= limit_s for age in ages.values())
     return () if doubtful and max(ages.values()) <= 1.5 * limit_s else quiet
 
 
-_NAMED = 4  # members that a message names; of a node that is cut off, all would be too many
+_NAMED = 4  # most members that a message names
 
 
 class Diagnosis(Record):
@@ -179,15 +179,15 @@ class Post(Record):
     """Say what a member knows of a failure."""
 
     reason: str = ""  # its own reason; empty: it lost the others
-    quiet: tuple[int, ...] = ()  # members whose heartbeats stayed out
-    lost: str = ""  # the backend's words, where a connection closed
+    quiet: tuple[int, ...] = ()  # members whose heartbeats did not come
+    lost: str = ""  # the backend's message, if a connection closed
 
 
 class FailureBoard:
     """Write and read the keys `failed/<rank>`, `refused` and `verdict` of a group's store.
 
-    A store on the other side of a cut link answers nothing, for as long as TCP tries: nobody waits longer than the
-    grace for it here.
+    A store behind a cut link does not answer until TCP gives up, so its methods wait for little longer than
+    timeouts.POST_S.
     """
 
     def __init__(self, store: Store, me: Member, timeout_s: float, silence_s: float) -> None:
@@ -200,7 +200,7 @@ class FailureBoard:
         self._cut_off = False  # the store does not answer; its client can do one thing at a time
 
     def post(self, reason: str = "", quiet: Sequence[int] = (), lost: str = "") -> None:
-        """Say why this rank gave up; no reason: it lost the others. Keeps what it said before of others' silence."""
+        """Say why this rank gave up; no reason: it lost the others. Keeps an earlier `quiet` and `lost`."""
         self._posted = Post(reason, tuple(quiet) or self._posted.quiet, lost or self._posted.lost)
 
         def write() -> None:
@@ -302,6 +302,6 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], members: Seq
 
 
 def _alone(witness: int, gone: Collection[int], members: Sequence[Member]) -> bool:
-    """Tell whether a member misses everybody on several other nodes: then it is its own link that they share."""
+    """Tell whether a member misses all members on several other nodes: then its own link is the cause."""
     away = [member for member in members if member.node != members[witness].node]
     return {member.rank for member in away} <= set(gone) and len({member.node for member in away}) > 1

@@ -30,7 +30,7 @@ from slurm_rlhf.weights.transfer_plan import DEPTH, ITEM_SIZE, BucketPart, Span,
 from slurm_rlhf.weights.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
-"""What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
+"""Parameter -> the part that a rank holds: index of its first element in the flat parameter, and elements [n]."""
 
 
 class Sender:
@@ -46,7 +46,7 @@ class Sender:
 
     @property
     def peak(self) -> int:
-        """Return the bytes of memory held at a time: of this rank's parts, and on a GPU of whole buckets, too."""
+        """Return the most bytes held at a time: for this rank's parts, and on a GPU for whole buckets, too."""
         return self._pool.peak + (self.backend.pool.peak if self.backend.device.type == "cuda" else 0)
 
     def push(self, held: Held, version: int) -> SyncReport:
@@ -102,12 +102,12 @@ class ActorEnd:
 
     def listen(self, host: str) -> int:
         """Open the store where the members of the next group meet, and return its port. Raises SyncError."""
-        # That of the group before stays until then: its members may still read there why it ended.
+        # The previous group's store stays open: its members may still read there why it ended.
         self._stores = [*self._stores[-1:], listen(host, self._config.timeout.sync)]
         return self._stores[-1].port
 
     def join(self, parameters: Described, **group: Any) -> SyncConnection:
-        """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
+        """Leave the group of before, and join the one that `group`, fields of `Membership`, describes.
 
         Returns how this rank is connected. Raises SyncError, ConfigError.
         """
@@ -118,7 +118,7 @@ class ActorEnd:
         return connection(joined)
 
     def push(self, held: Held, version: int) -> SyncReport:
-        """Send this rank's share as policy `version`; report where it broke off and a new group may help.
+        """Send this rank's share as policy `version`; the report says if it broke off, and a new group may help.
 
         Raises SyncError for everything else.
         """
@@ -145,7 +145,7 @@ def span_source(plan: SyncPlan, held: Held) -> SpanSource:
                 f"this rank holds elements {first} to {first + elements.numel()} of {parameter.name!r}, the plan wants "
                 f"{span.low // size} to {span.high // size} of {parameter.numel} from it"
             )
-        # Under autocast (ZeRO-0, bf16) the actor has fp32, and computes with what this rounds it to.
+        # Under autocast (ZeRO-0, bf16) the actor has fp32 parameters, which it rounds in the same way to compute.
         return elements[low:high].to(getattr(torch, parameter.dtype)).view(torch.uint8)
 
     return read
@@ -153,7 +153,7 @@ def span_source(plan: SyncPlan, held: Held) -> SpanSource:
 
 _SHOWN = 8  # differences that a message names
 _HOLDS = {"float32": {"float32", "bfloat16", "float16"}, "bfloat16": {"bfloat16"}, "float16": {"float16"}}
-"""dtype -> those whose every value it can hold. bf16 has more exponent, fp16 more mantissa than the other."""
+"""dtype -> those whose values it holds exactly. bf16 has more exponent bits than fp16, and fewer mantissa bits."""
 
 
 class Receiver:
@@ -162,7 +162,7 @@ class Receiver:
     def __init__(self, group: SyncGroup, plan: SyncPlan, expected: Described | None = None) -> None:
         """Make the backend, together with the other members. `expected`: what this end is able to load.
 
-        Raises SyncError when both ends differ in a name, a shape or a dtype; the other members get to know.
+        Raises SyncError, at the other members too, when both ends differ in a name, a shape or a dtype.
         """
         self.group = group
         self.plan = plan
@@ -180,7 +180,7 @@ class Receiver:
 
     @property
     def peak(self) -> int:
-        """Return the bytes of memory held at a time: of buckets, and of parameters that are put together."""
+        """Return the most bytes held at a time: for buckets, and for parameters that are put together."""
         return self.backend.pool.peak + self.pool.peak
 
     @contextmanager
@@ -192,7 +192,7 @@ class Receiver:
 
         The block's end tells rank 0 that they are loaded. The tensors lie on the backend's device, in memory that
         is not used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters
-        whose checksum differs, or who broke the update; whatever the block raises, the sender gets to know.
+        whose checksum differs, or who broke the update; rank 0 learns of any error that the block raises.
         """
         with following(self.group, version):
             weights = self._weights(version)

@@ -49,7 +49,7 @@ _OPERATION = 0.5
 
 
 class SyncGroup:
-    """Be one rank of a group. `open` blocks until all have come; `abort` may be called from any thread at any time.
+    """Join a rank to a group. `open` blocks until all have come; `abort` may be called from any thread at any time.
 
     A group that failed or was aborted is spent: the survivors join a new one, under a new name.
     """
@@ -68,8 +68,8 @@ class SyncGroup:
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
-        self.late = False  # its deadline has ended it
-        self.quiet: tuple[int, ...] = ()  # members whose heartbeats stayed out during an update
+        self.late = False  # True: its deadline has ended it
+        self.quiet: tuple[int, ...] = ()  # members whose heartbeats did not come during an update
         self.heartbeat: Heartbeat
         self.silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed
@@ -109,7 +109,7 @@ class SyncGroup:
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
                 self._try_links()
-            # Gloo would wait for the address of a member that has died, and nothing wakes it.
+            # Otherwise gloo waits for the address of a member that has died, and nothing can wake it.
             met = partial(self._all_at, "listening", range(self.world), "the members' listening sockets")
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s, met)
             self._holds.append(self.control)
@@ -125,7 +125,7 @@ class SyncGroup:
         return self.backend in ("nccl", "ipc") and all(member.device for member in self.members)
 
     def layout(self, zero_stage: int) -> TransferLayout:
-        """Return where the members are; with ipc between GPUs, on which GPU each is: bytes stay on a GPU then.
+        """Return the node of each member; with ipc between GPUs its GPU, which the bytes do not leave.
 
         Raises SyncError when the actor or the engines have no rank in the group.
         """
@@ -136,7 +136,7 @@ class SyncGroup:
         return TransferLayout(*ends, zero_stage, chunked)
 
     def agree(self, fingerprint: str) -> None:
-        """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
+        """Raise SyncError unless rank 0 has the same plan: members with two plans would wait for each other."""
         if self.rank == 0:
             try:
                 self.store.set("plan", fingerprint)
@@ -160,7 +160,7 @@ class SyncGroup:
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
 
-        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
+        Waits a little longer than the time-out: rank 0 may give up at the same time, and knows more.
         """
 
         def poll() -> tuple[bool, str]:
@@ -168,7 +168,7 @@ class SyncGroup:
             came = wait_until(lambda: bool(self.ended or refusal()) or ready(), limit_s)
             return came, refusal() or ""
 
-        # In a thread, because a store behind a cut link does not answer as long as TCP tries.
+        # In a thread, because a store behind a cut link does not answer until TCP gives up.
         try:
             came, refused = in_thread(poll, "sync-wait").result(self.timeout_s + 2 * timeouts.GROUP_MARGIN_S)
         except TimeoutError:
@@ -188,7 +188,7 @@ class SyncGroup:
     def abort(self, reason: str, known: bool = False) -> None:
         """Wake every thread that waits on the group, in this process and, as connections close, in the others.
 
-        `known`: the others know `reason`, which is a verdict and no refusal of this rank.
+        `known`: `reason` is a verdict, and must not be posted as a refusal of this rank.
         """
         if not known and not self.ended and not self.late and hasattr(self, "board"):
             self.board.post(reason)  # before the others see the connections close
@@ -240,7 +240,7 @@ class SyncGroup:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
     def _all_at(self, place: str, ranks: Sequence[int], what: str) -> None:
-        """Wait until all of `ranks` have come to a place of the start, as rank 0 sees it. Raises SyncError."""
+        """Wait until rank 0 has seen all of `ranks` reach `place`, a point of the start. Raises SyncError."""
         self.store.set(f"{place}/{self.rank}", "")
         if self.rank == 0:
             keys = [f"{place}/{rank}" for rank in ranks]

@@ -77,7 +77,7 @@ class WeightSync:
         return metrics
 
     def _update(self, version: int) -> tuple[dict[str, float], SyncReport | None]:
-        """Answer the metrics, or the report of who was cut off: every member has let go of the group then."""
+        """Return the metrics, or the report of a member that was cut off: all members have left the group then."""
         sends = self.actor.start_all(ActorCalls.sync_push, version)
         receipts = [self.rollout.call(engine, EngineCalls.sync_receive, version) for engine in self.engines]
         settle_update(self.rollout, sends, dict(zip(receipts, self.engines, strict=True)))
@@ -109,7 +109,7 @@ class WeightSync:
             host=self.host,
             port=port,
             parameters=self._parameters,
-            # The interface that was asked for may be what does not work.
+            # The interface in the configuration may be the cause.
             backend=self.config.sync.fallback if self.fell_back else None,
             interface="" if self.fell_back else None,
         )
@@ -138,7 +138,7 @@ Call = Future[Any]
 
 
 class EngineLost(Exception):
-    """Says that an engine was lost during a transfer, and that all others have let go of it."""
+    """Says that an engine was lost during a transfer, and that all other members have left the group."""
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class _Transfer:
     given_up: set[int] = field(default_factory=set)
     failed: bool = False  # a call failed, and no engine is known to be lost
     aborts: int = 0
-    broken_at: float = 0.0  # the first call failed, or reported that the transfer was cut off
+    broken_at: float = 0.0  # time when the first call failed, or reported that the transfer was cut off
 
     def take(self, call: Call) -> bool:
         """Note the end of a call; False: it failed for a reason of its own, and ends the run."""
@@ -176,8 +176,7 @@ class _Transfer:
 def settle_update(rollout: EngineHandle, actor: Sequence[Call], engines: Mapping[Call, int]) -> None:
     """Wait until the calls of an update are answered, or one has failed for another reason than an engine's end.
 
-    Engines that stand still, where every other member has let go of an update that broke off, are given up. Raises
-    EngineLost.
+    Engines that still hang after every other member has left a broken update are given up. Raises EngineLost.
     """
     _settle(_Transfer(rollout, actor, engines), _give_up_late)
 
@@ -204,11 +203,11 @@ def _give_up_late(transfer: _Transfer, waited: float) -> None:
     for call, engine in transfer.engines.items():
         if not call.done() and engine not in transfer.given_up:
             transfer.given_up.add(engine)
-            transfer.rollout.give_up(engine, f"it stands still in a weight update that broke off {waited:.0f} s ago")
+            transfer.rollout.give_up(engine, f"it hangs in a weight update that broke off {waited:.0f} s ago")
 
 
 def _end_forming(leader: RoleHandle[ActorCalls], transfer: _Transfer, waited: float) -> None:
-    """Let the members give the group up once an engine is lost, again and again: the leader may not have begun."""
+    """Abort the forming of the group once an engine is lost; repeatedly, as the leader may not have begun it."""
     if transfer.lost and waited > transfer.aborts * timeouts.TRANSFER_ABORT_S:
         transfer.aborts += 1
         leader.call(LEADER, ActorCalls.sync_abort)

@@ -30,8 +30,8 @@ _PROBES = 16  # connections that are tried at a time
 def listen(host: str, timeout_s: float) -> TCPStore:
     """Open a group's store, in the process of its rank 0, on the address that `host` has here and on no other.
 
-    Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface of
-    GLOO_SOCKET_IFNAME, else on the first one. Raises SyncError.
+    If the name resolves to loopback here, as a node's own name does on Debian (127.0.1.1), on the address of the
+    interface GLOO_SOCKET_IFNAME, else of the first interface. Raises SyncError.
     """
     address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
     try:
@@ -155,9 +155,9 @@ def choose(
 
 
 def call_roll(store: Store, joining: Membership, ended: Callable[[], str]) -> dict[str, Any]:
-    """Read at rank 0 what all members said, so that the others have one key to read: linear in the members.
+    """Make the roster at rank 0 from what each member wrote, so that the others read one key: linear in the members.
 
-    Returns the roster: the members, the backend and why, and an error instead where the members cannot work together.
+    It has the members, the backend and why, and an error instead where the members cannot work together.
     `ended` says why the group has ended meanwhile.
     """
     keys = [f"member/{rank}" for rank in range(joining.world)]
@@ -194,7 +194,7 @@ def _objection(members: list[Member], joining: Membership) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Say how a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
+    """Say how a rank joins a group; the same on all members except `rank`, `label` and `node`."""
 
     name: str
     rank: int  # the actor's ranks count first
@@ -224,10 +224,10 @@ class Member:
     pid: int
     address: str  # the others connect to it
     interface: str
-    backend: str  # wanted
+    backend: str  # sync.backend, as this member has it
     device: str  # its GPU; empty without one
-    port: int = 0  # the others try whether they can reach it there
-    heartbeat_port: int = 0  # its peers send heartbeats there
+    port: int = 0  # port that is open while the others test whether they can reach the rank
+    heartbeat_port: int = 0  # port to which its peers send heartbeats
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"

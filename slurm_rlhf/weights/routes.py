@@ -24,7 +24,7 @@ _TAGS_OF_BUCKET = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Tell of one chunk of a bucket in a stream who hands it to whom."""
+    """Say which ranks hand one chunk of a bucket to which others."""
 
     owner: int
     low: int  # bytes of the bucket's buffer
@@ -66,16 +66,16 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
 
 
 def _chunks(part: BucketPart, size: int) -> list[tuple[int, int]]:
-    """Cut a part into chunks, its header last: so the others are on their way before all checksums are known."""
+    """Cut a part into chunks: its pieces apart, then the rest, which begins with the header."""
     pieces = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
     end = part.start + part.nbytes
     return pieces + [(low, min(low + size, end)) for low in range(part.start, end, size)]
 
 
 def _entries(plan: SyncPlan, stream: int, owner: int) -> list[tuple[int, ...]]:
-    """Return the ranks of each node of the stream that take turns with the chunks of an owner.
+    """Return, for each node of the stream, the ranks that take an owner's chunks in turn.
 
-    Owners share a node's ranks, so that each talks to as few as possible.
+    Owners divide a node's ranks among them, so that each talks to as few as possible.
     """
     owners, by_node = plan.streams[stream].owners, plan.layout.by_node
     place, step = owners.index(owner), len(owners)
@@ -104,7 +104,7 @@ def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes of one update, headers left out. Owners, and ranks that take turns, count as having equal parts."""
+    """Hold the bytes of one update, headers left out. Owners, and ranks that take turns, count as equal parts."""
 
     payload: int  # bytes of the parameters
     sent: dict[int, float]  # rank of the group -> bytes, copies inside the node included

@@ -130,7 +130,7 @@ class BucketPart:
     """Describe what one actor rank sends of a bucket."""
 
     owner: int  # rank in the group
-    index: int  # among the parts of the bucket
+    index: int  # its index among the parts of the bucket
     start: int  # bytes from the start of the bucket's buffer
     nbytes: int  # header and padding included, pieces apart not; a multiple of ALIGN
     pieces: tuple[Piece, ...]
@@ -267,9 +267,9 @@ def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
 
 
 def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict[int, int], int]:
-    """Return where the buffer would have the first byte of each large parameter in a bucket, and where the rest begins.
+    """Return the offset in the buffer of the first byte of each large parameter, and that of the rest after them.
 
-    That of a parameter whose beginning is in an earlier bucket may be negative. One in many small shards is not large.
+    The offset is negative if the parameter begins in an earlier bucket. One in many small shards is not large.
     """
     large = {span.parameter for whole in owned for span in whole if span.nbytes >= _APART}
     places, end = {}, 0
@@ -283,7 +283,7 @@ def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict
 def _lay_out(
     owned: list[tuple[int, list[Span]]], places: Mapping[int, int], start: int, size: int
 ) -> tuple[BucketPart, ...]:
-    """Lay out the parts from byte `start` on. `places`: where parameters lie apart, in pieces up to `size` bytes."""
+    """Lay out the parts from byte `start` on. `places`: offsets of parameters apart, in pieces up to `size` bytes."""
     parts = []
     for index, (owner, whole) in enumerate(owned):
         spans = [cut for span in whole for cut in (_cut(span, size) if span.parameter in places else [span])]

@@ -22,7 +22,7 @@ from slurm_rlhf.wire import timeouts
 REPORT_TAG = (1 << 30) + 1
 """Tag of a member's report that it has done its part of an update; chunks have lower tags."""
 DONE_TAG = (1 << 30) + 2
-"""Tag of rank 0's message that all members have."""
+"""Tag of rank 0's message that all members have done their part."""
 
 log = logging.getLogger(__name__)
 
@@ -92,17 +92,17 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
 
 
 class _Deadline(threading.Timer):
-    """End an update that still goes on when all of its time is over, whatever waits."""
+    """End an update that still runs when its time is over, whatever it waits for."""
 
     def __init__(self, group: SyncGroup, version: int) -> None:
-        # Behind the time-outs of single operations, which know more.
+        # Later than the time-outs of single operations, whose errors say more.
         super().__init__(1.5 * group.timeout_s, self._over, (group, version))
         self.daemon = True
         self.start()
 
     def _over(self, group: SyncGroup, version: int) -> None:
         group.late = True
-        group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
+        group.abort(f"policy version {version} did not reach all members in {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
 class _Messages:
@@ -180,7 +180,7 @@ def _words(lost: TransportFailure) -> str:
 
 
 def _ended(group: SyncGroup) -> Diagnosis | None:
-    """Return what was said here when the group was aborted."""
+    """Return why this rank has aborted the group; None: it has not."""
     return Diagnosis(group.ended, refused=not group.late, silent=group.late) if group.ended else None
 
 
@@ -199,7 +199,7 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
         verdict = Diagnosis(cut({group.rank: group.quiet}, {group.rank}, group.members, group.silence_s), silent=True)
     if verdict is None:
         verdict = Diagnosis(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
-    # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
+    # Not posted: a leader that hung reads posts later, and would take the verdict for a refusal, which ends the run.
     group.abort(verdict.text, known=True)
     text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
     return _error(Diagnosis(text, verdict.refused, verdict.silent))

@@ -108,7 +108,7 @@ class SelfCheckAnswer(Record):
 
 class SaveRequest(Record):
     path: str  # a directory that all ranks see
-    behind: bool  # only copy the state to host memory, and write it while later calls are answered
+    async_save: bool  # copy the state to host memory, and write it while later calls are answered
 
 
 class SyncGroupRequest(Record):

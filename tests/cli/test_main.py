@@ -351,7 +351,7 @@ def test_text_of_others_is_escaped(
 
 def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate`, with a warning of what was seen of its node."""
-    monkeypatch.setattr(generate, "_look", lambda *_: EXAMINED)
+    monkeypatch.setattr(generate, "_examine", lambda *_: EXAMINED)
     with generate.engine_launcher(Config(), root, ()):
         pass
 

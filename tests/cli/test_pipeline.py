@@ -92,7 +92,7 @@ def test_stages_run_once_again_when_changed_and_not_behind_a_failure(
     failed = call(file, "--local")
     assert failed.returncode == 2, failed.stderr
     assert "no such file" in failed.stderr
-    assert "the stage better ended with exit code 2: those behind it do not run" in failed.stderr
+    assert "the stage better ended with exit code 2: those after it do not run" in failed.stderr
     trained = (tmp_path / "out/sft/model/model.safetensors").stat()
     (tmp_path / "later.jsonl").rename(tmp_path / "pairs.jsonl")
     done = call(file, "--local")

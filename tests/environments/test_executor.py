@@ -128,7 +128,7 @@ def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
     played = Played(tmp_path, ADDS.replace(' or said.finish_reason == "length"', ""))
     played.begin()
     played.turn("3")
-    with pytest.raises(EpisodeError, match=r"agent.py: AgentExecutor.execute asks for more behind.*env.max_turns"):
+    with pytest.raises(EpisodeError, match=r"agent.py: AgentExecutor.execute asks for more after.*env.max_turns"):
         played.end()
 
 

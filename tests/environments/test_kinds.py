@@ -17,9 +17,9 @@ from slurm_rlhf.environments.records import (
     UNREADABLE,
     Answer,
     Begun,
+    EnvironmentInfo,
     Start,
     ToolCall,
-    Tools,
     Turn,
 )
 from slurm_rlhf.errors import EpisodeError
@@ -113,8 +113,8 @@ class Typed:
     def __init__(self, file: Path) -> None:
         self.instances = Instances(str(file))
 
-    def describe(self) -> dict[str, Tools]:
-        return msgspec.convert(self.instances.describe(), dict[str, Tools])
+    def describe(self) -> dict[str, EnvironmentInfo]:
+        return msgspec.convert(self.instances.describe(), dict[str, EnvironmentInfo])
 
     def begin(self, number: int, start: Start) -> Begun:
         return msgspec.convert(self.instances.begin(number, msgspec.to_builtins(start)), Begun)

@@ -291,7 +291,7 @@ def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
     trainer.save(now)
     pending: list[Any] = []
     for _ in range(2):  # the second time into memory that is there
-        assert waits(cuda, lambda: pending.append(trainer.save(later, behind=True))) == {"synchronize": 1}
+        assert waits(cuda, lambda: pending.append(trainer.save(later, async_save=True))) == {"synchronize": 1}
         pending[-1].result(HANG_S)
     saver = trainer.backend._saver
     assert all(buffer.is_pinned() for buffer in saver._buffers.values())

@@ -224,8 +224,8 @@ def test_without_a_spare_the_run_goes_on_with_smaller_roles_and_says_which() -> 
     assert (plan.keeps_engines, plan.left_out) == (True, ("n2",))
     assert parts.notes == [
         "left out from now on: n2; the run goes on with 3 nodes",
-        "warning: smaller from now on: actor.num_nodes = 1 (it was 2); the metrics are those of the full size to the "
-        "order in which sums are taken (1e-5 in fp32), not bit for bit",
+        "warning: smaller from now on: actor.num_nodes = 1 (it was 2); the metrics differ from those of the full "
+        "size, by the order in which sums are taken (1e-5 in fp32)",
     ]
 
 

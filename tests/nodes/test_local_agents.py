@@ -89,7 +89,7 @@ def test_a_torchrun_that_a_signal_has_stopped_goes_on(
     agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
     torchrun = until(agent.children, "the torchrun")[0]
     torchrun.suspend()
-    said = "a signal has stopped the process of actor: it goes on"
+    said = "a signal has stopped the process of actor: SIGCONT lets it go on"
     until(lambda: any(said in log.read_text() for log in (tmp_path / "logs").glob("*.log")), "the agent's words")
     until(lambda: torchrun.status() != psutil.STATUS_STOPPED, "its continuation")
     assert launcher.ended() == []

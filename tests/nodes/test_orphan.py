@@ -183,7 +183,7 @@ def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
         for process in engine.ranks:
             process.wait()
     assert not engines.running
-    assert engines.deserted is expected
+    assert engines.conductor_gone is expected
 
 
 def test_only_the_first_nodes_with_engines_wait_for_slurmctld(

@@ -140,7 +140,7 @@ def test_a_controller_that_stays_away_ends_the_run(
 ) -> None:
     """Also where each srun ends just after it was looked at."""
     bench.srun("echo 'srun: error: Unable to contact slurm controller'; exit 1")
-    look = bench.steps.will_run
+    look = bench.steps.retry
 
     def looked_at(step: AgentStep, stopping: bool) -> bool:
         again = look(step, stopping)
@@ -149,7 +149,7 @@ def test_a_controller_that_stays_away_ends_the_run(
         return again
 
     if meanwhile:
-        monkeypatch.setattr(bench.steps, "will_run", looked_at)
+        monkeypatch.setattr(bench.steps, "retry", looked_at)
     bench.start("actor")
     (ended,) = bench.news()
     assert ended.role == "actor"

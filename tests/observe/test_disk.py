@@ -166,7 +166,7 @@ def test_a_run_whose_directory_refuses_ends_with_one_error(
         assert err.startswith(f"slurm-rlhf: error: run_dir {tmp_path}/run has vanished: ")
     elif what == "is read-only":
         assert f"run_dir {root}: the file system {full_soon} is mounted for reading only. Have it" in err
-        assert f"{root}/summary.json cannot be written, and tells nothing of this end\n" in out
+        assert f"{root}/summary.json cannot be written, so it does not say how the run ended\n" in out
         assert Summary.read(root / "summary.json").status == "running"
     else:
         assert f"run_dir {tmp_path}/run: No space left on device: the file system /" in err

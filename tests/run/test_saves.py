@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written behind the steps, and the best one kept."""
+"""Checkpoints of a run: written during the next steps, and the best one kept."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Trainer:
         self.error: Exception | None = None
 
     def start_all(self, method: Any, request: Any) -> list[Future[Any]]:
-        self.calls.append(f"{method.__name__}{' behind' * request.behind}")
+        self.calls.append(f"{method.__name__}{' async' * request.async_save}")
         done: Future[Any] = Future()
         file, copied = Path(request.path, "state"), str(self.state)
-        if not request.behind:
+        if not request.async_save:
             file.write_text(copied)
         else:
             self._written = Future()
@@ -109,7 +109,7 @@ def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
     checkpoints: RunCheckpoints, actor: Trainer, stated: list[tuple[int, float, float]]
 ) -> None:
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     train(checkpoints, actor)
     checkpoints.poll()
     assert checkpoints.directory.latest() is None  # a kill now finds what was there before
@@ -123,14 +123,14 @@ def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
     ((step, seconds, waited),) = stated
     assert step == 1
     assert waited < seconds
-    assert actor.calls == ["save behind"]
+    assert actor.calls == ["save async"]
 
 
 def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     assert checkpoints.directory.latest() == checkpoints.directory.of(1)
     assert "time/checkpoint_wait" in checkpoints.step.phases.take()
     checkpoints.save_once()
@@ -138,18 +138,18 @@ def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: Run
     train(checkpoints, actor)
     checkpoints.save_once()  # no step runs: it is written at once
     assert (checkpoints.directory.of(3) / "actor" / "state").read_text() == "3"
-    assert actor.calls[:3] == ["save behind", "finish_save", "save behind"]
+    assert actor.calls[:3] == ["save async", "finish_save", "save async"]
     assert actor.calls[-1] == "save"
 
 
 def test_a_full_disk_ends_the_run_as_it_does_when_it_waits(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     actor.free.set()
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     checkpoints.finish()
     actor.error = OSError(errno.ENOSPC, "No space left on device")
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     good = checkpoints.directory.of(1)
     with pytest.raises(CheckpointError, match=f"checkpoint 2 could not be written.*No space left.*{good}"):
         until(checkpoints.poll)
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_the_run_as_it_does_when_it_waits(checkpoints: RunCheck
 
 def test_a_run_that_fails_keeps_what_was_being_written(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     checkpoints.abandon(0.01)  # nobody writes: it does not wait for ever
     assert checkpoints.directory.latest() is None
     threading.Timer(0.05, actor.free.set).start()
@@ -173,11 +173,11 @@ def test_a_run_that_fails_keeps_what_was_being_written(checkpoints: RunCheckpoin
 def test_a_trainer_that_dies_while_it_writes_leaves_the_one_before(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     actor.free.set()
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     checkpoints.finish()
     actor.error = RoleDied("actor rank 0 is lost")
     train(checkpoints, actor)
-    checkpoints.save(behind=True)
+    checkpoints.save(async_save=True)
     checkpoints.abandon(20.0)  # what ended the run counts
     assert checkpoints.directory.latest() == checkpoints.directory.of(1)
 

@@ -256,7 +256,7 @@ def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Pat
     for source, name in ((run_dir, "of_run"), (checkpoint, "of_checkpoint")):
         code, said = generate(config, tmp_path / name, *rows, f"--generate.model_name_or_path={source}")
         assert code == 0, said
-    assert f"making a model of {checkpoint}" in said
+    assert f"making a model from {checkpoint}" in said
     assert_whole(tmp_path / "of_run" / "output.jsonl", 20)
     answered = answers(tmp_path / "of_run" / "output.jsonl")
     assert answered == answers(tmp_path / "of_checkpoint" / "output.jsonl")

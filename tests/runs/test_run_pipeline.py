@@ -40,7 +40,7 @@ def test_what_a_stage_makes_is_trained_on_and_evaluated(tmp_path: Path, capsys: 
     code, output = call(file)
     assert code == 2, output
     assert "32 responses do not divide into optimizer steps of train.batch_size = 5" in output
-    assert "the stage ppo ended with exit code 2: those behind it do not run" in output
+    assert "the stage ppo ended with exit code 2: those after it do not run" in output
     assert not (out / "judged").exists()
     weights = [out / name / "model" / "model.safetensors" for name in ("sft", "rm")]
     trained = [file.stat().st_mtime_ns for file in weights]

@@ -145,7 +145,7 @@ def test_a_script_without_an_environment_says_where_one_is_named(name: str, tmp_
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     first, second = done.stderr.splitlines()
     assert first.startswith(f"{name}: no slurm-rlhf on ")
-    assert first.endswith(f"put what leads to it into 'Your site' of sbatch/{name}.sh")
+    assert first.endswith(f"make it available in 'Your site' of sbatch/{name}.sh")
     assert "bash sbatch/environment.sh --gpu" in second
     assert done.returncode == 127
 

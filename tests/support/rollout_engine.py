@@ -201,8 +201,8 @@ def rooms(ranks: list[int]) -> list[int]:
     return [adapter_rank(rank) for rank in ranks]
 
 
-def without_place(layers: list[str]) -> list[str]:
-    return list(engine._adapters.without_place(layers))
+def unsupported(layers: list[str]) -> list[str]:
+    return list(engine._adapters.unsupported(layers))
 
 
 def read_by_vllm(directory: Path) -> dict[str, tuple[int, float]]:

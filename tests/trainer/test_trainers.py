@@ -99,7 +99,7 @@ def make(name: str, dtype: str) -> Any:
 
     config = Config()
     config.ds.param_dtype, config.train.max_skipped_steps = dtype, 1
-    config.ds.initial_scale_power, config.ds.loss_scale_window = 8, 2  # it doubles behind a save
+    config.ds.initial_scale_power, config.ds.loss_scale_window = 8, 2  # it doubles after a save
     config.actor.weight_decay, config.actor.max_norm = 0.1, 0.5
     for key, value in TRAINERS[name].items():
         put(config, key, value)
@@ -163,7 +163,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 def train_and_save(name: str, dtype: str, out: Path) -> None:
-    """Steps that are skipped and four that count, the last two before what is saved behind them is written."""
+    """Steps that are skipped and four that count, the last two while an asynchronous save is written."""
     trainer, metrics = make(name, dtype), []
     for step, spoil in enumerate((math.nan, math.inf)):
         before = all_shards(trainer)
@@ -178,7 +178,7 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
     assert trainer.save(now).done()
     save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{rank}")
     with writing_held() as free:
-        pending = trainer.save(behind, behind=True)
+        pending = trainer.save(behind, async_save=True)
         metrics += [take(trainer, step) for step in range(SAVED, STEPS)]
         assert not pending.done()
         free.set()

@@ -220,7 +220,7 @@ def test_an_update_past_its_time_may_be_repeated_and_one_that_a_member_ended_may
     late = _error(_ended(group))
     assert isinstance(late, SyncBroken)
     assert late.hang
-    assert str(late) == "policy version 3 was not everywhere after 0.15 s (timeout.sync)"
+    assert str(late) == "policy version 3 did not reach all members in 0.15 s (timeout.sync)"
     group.late = False
     refused = _error(_ended(group))
     assert not isinstance(refused, SyncBroken)

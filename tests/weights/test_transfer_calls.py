@@ -1,4 +1,4 @@
-"""Who is waited for when a weight update breaks off: an engine that stands still is given up, and no other."""
+"""Who is waited for when a weight update breaks off: an engine that hangs is given up, and no other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_engine_that_stands_still_is_not_waited_for_and_the_others_go_on() ->
     engines = Engines({0: answered(BROKEN), 1: Future()})
     (lost,) = settle(engines, [answered(BROKEN), answered(BROKEN)])
     assert list(engines.given_up) == [1]
-    assert "it stands still in a weight update that broke off" in str(lost)
+    assert "it hangs in a weight update that broke off" in str(lost)
 
 
 class Actor:
@@ -94,7 +94,7 @@ def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> N
     sync.engines = [3, 5]
     (lost,) = raised_by(lambda: sync.update(7))
     assert list(engines.given_up) == [5]
-    assert "it stands still in a weight update that broke off" in str(lost)
+    assert "it hangs in a weight update that broke off" in str(lost)
 
 
 def test_an_update_took_as_long_as_its_slowest_member_for_checksums() -> None:

@@ -57,7 +57,7 @@ def lead(
 ) -> int:
     """Be the agent of rank 0, and run the command `conductor`; return its exit code.
 
-    It reads `said`, and gets the number of a file, into which it writes the orders of the agents.
+    The conductor reads `said` from its input, and gets a file descriptor, to which it writes the orders of the agents.
     """
     reading, writing = os.pipe()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
@@ -144,7 +144,7 @@ class RankAgent(Agent):
             **visible_gpus(ranks.topology, self._node, share.gpus, {}),
         }
         threads = min(int(variables.get("OMP_NUM_THREADS", "1")), len(os.sched_getaffinity(0)))
-        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
+        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # its CPUs may be bound
         if store is not None:
             variables[STORE_FD] = str(store.fileno())
         environment = self._environment(spec, ranks, variables)
@@ -174,7 +174,7 @@ class MpiAgents(AgentServer):
     """Knows the agents of the ranks, which exist already and wait for their orders."""
 
     def __init__(self, run_dir: Path, address: str, timeout: Timeout, orders: int) -> None:
-        """`orders`: number of a file; what is written there reaches all ranks."""
+        """`orders`: file descriptor; what is written there reaches all ranks."""
         super().__init__(run_dir, address, timeout)
         self._orders = orders
         self.news: deque[Ended] = deque()

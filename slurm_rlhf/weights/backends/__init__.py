@@ -36,7 +36,7 @@ def wait_for(
 ) -> None:
     """Block until `ready`. Raises TransportFailure when the transfer is given up meanwhile, or after the time-out.
 
-    `late`: what is wrong then; `pauses`: the first and the longest between two looks, in seconds.
+    `late`: text of the error after it; `pauses`: the first and the longest pause between two checks, in seconds.
     """
 
     def over() -> bool:
@@ -72,9 +72,9 @@ class Incoming:
     release: Callable[[], None] = lambda: None
     """Say that nothing more is read from the buffer."""
     lent: bool = False
-    """The buffer is used again after `release`; else whoever keeps a view keeps the memory."""
+    """True: the buffer is used again after `release`. False: its memory lives as long as a view of it."""
     sums: Mapping[int, int] = field(default_factory=dict)
-    """Checksums of pieces that were taken as these arrived, by their offsets in the bucket; complete after `wait`."""
+    """Offset of a piece in the bucket -> its checksum, computed as it arrived; complete after `wait`."""
 
 
 class Backend(Protocol):
@@ -104,7 +104,7 @@ class Backend(Protocol):
         """
 
     def flush(self) -> None:
-        """Wait until nothing of this member's is on its way any more: the end of an update.
+        """Wait until all transfers of this member are over: the end of an update.
 
         Called by `Sender` and `Receiver`, in the thread that runs the update. Blocks, at most the group's time-out for
         each chunk.

@@ -30,10 +30,9 @@ from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 class DeviceIpc:
     """Hand buckets over in memory of one GPU; see `Backend`. The plan's nodes are GPUs here.
 
-    An actor rank has `DEPTH` slots for buckets there: for its parts, all of them if it holds whole models and has
-    the GPU alone, or for what was gathered. `marks`, a shared memory without room for data, says which slot holds which
-    bucket and who has copied it. Where actor ranks hold shards, making it is collective for them, and raises
-    TransportFailure.
+    An actor rank has `DEPTH` slots there, each for its parts of a bucket, or for the whole bucket where shards are
+    gathered. `marks`, a shared memory without room for data, says which slot holds which bucket and who has copied it.
+    Where actor ranks hold shards, making a `DeviceIpc` is collective for them, and raises TransportFailure.
     """
 
     plan: SyncPlan
@@ -59,7 +58,7 @@ class DeviceIpc:
         self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
         self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
         self._copied: deque[tuple[int, Any]] = deque()
-        torch.cuda.ipc_collect()  # frees memory of an earlier group, which its peers have let go of
+        torch.cuda.ipc_collect()  # frees memory of an earlier group that its peers have released
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
             self._slots = [self.pool.take(largest) for _ in range(DEPTH)]
@@ -98,7 +97,7 @@ class DeviceIpc:
         torch.cuda.ipc_collect()
 
     def _copy(self, bucket: int, number: int) -> torch.Tensor:
-        """Copy a bucket out of its slot, which is free again when the GPU has done so. Nobody waits for that here."""
+        """Copy a bucket out of its slot; the slot is given back later, when the GPU has copied it."""
         assert self.marks is not None
         self._give_back(DEPTH - 2)
         nbytes = self.plan.nbytes(bucket, self._stream)
@@ -137,7 +136,7 @@ class DeviceIpc:
         self._hand_over(1)
 
     def _hand_over(self, leave: int) -> None:
-        """Tell the engine ranks of slots that are full, but for the last `leave`, which the GPU still works on."""
+        """Tell the engine ranks which slots are full, except the last `leave`, on which the GPU still works."""
         while len(self._filling) > leave:
             number, index, works, event = self._filling.popleft()
             if self.gather is not None:
@@ -162,7 +161,7 @@ class DeviceIpc:
     def _slots_of(self, owner: int) -> list[torch.Tensor]:
         if owner not in self._mapped:
             device, *shared = msgpack.decode(self.store.get(f"cuda/{owner}"))
-            # The number of the GPU in what is shared is that of its owner's process.
+            # The GPU has another number here than in the process of the slot's owner.
             ordinal = ordinal_of(device, device_names(), f"actor {owner}")
             self._mapped[owner] = [open_gpu_memory(ordinal, slot) for slot in shared]
         return self._mapped[owner]

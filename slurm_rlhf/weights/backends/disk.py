@@ -21,7 +21,7 @@ _KEY = "part"
 
 
 class Disk:
-    """Write and read files; see `Backend`. A file gets its name when it is complete, and goes after the next update."""
+    """Write and read files; see `Backend`. A file is renamed when complete, and removed after the next update."""
 
     device = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class Disk:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:
-            # Closed, it is there for other nodes, too (on NFS as well); it need not outlive a crash of this one.
+            # Other nodes see the file once it is closed (on NFS, too). No fsync: it need not survive a crash.
             save_file({_KEY: buffer}, fresh)
             fresh.rename(path)
         except (OSError, SafetensorError) as error:
@@ -55,7 +55,7 @@ class Disk:
         return Incoming(partial(self._read, bucket, self._plan.stream_to(self._rank)))
 
     def flush(self) -> None:
-        # Everybody has this update when the next one is over, and not before.
+        # Only when the next update is over, have all members certainly read the files of this one.
         for path in self._mine.pop(0):
             path.unlink(missing_ok=True)
         self._mine.append([])

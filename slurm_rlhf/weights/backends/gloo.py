@@ -23,13 +23,13 @@ from slurm_rlhf.weights.routes import Route, partners, routes
 from slurm_rlhf.weights.transfer_plan import DEPTH, BucketPart, SyncPlan
 
 T = TypeVar("T")
-_NEVER_SENT = 0x7FFFFFFF  # a tag
-_MEETING = 0x7FFFFFFE  # another
-_LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
+_NEVER_SENT = 0x7FFFFFFF  # tag that no message has
+_MEETING = 0x7FFFFFFE  # tag of the messages by which two members prove themselves
+_LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")  # in errors of gloo: a peer is gone
 
 
 class GlooPending:
-    """Wait for one operation of gloo. When half of its bytes have gone or come, only its time-out ends it."""
+    """Wait for one operation of gloo. Once a part of its bytes was transferred, only its time-out ends it."""
 
     def __init__(self, work: Work, buffer: torch.Tensor) -> None:
         self._work = work
@@ -58,14 +58,14 @@ class GlooTransport:
         timeout_s: float,
         await_peers: Callable[[], None] = lambda: None,
     ) -> None:
-        """Connect rank 0 and all others; who exchanges chunks connects by `meet`. A full mesh would cost the square.
+        """Connect rank 0 and all others; ranks that exchange chunks connect by `meet`: a full mesh grows quadratically.
 
         The others connect to `address` of this node. `await_peers` blocks until all have come so far, and may raise.
         Raises TransportFailure.
         """
         self._rank = rank
         self._met: set[int] = set()
-        self._whole, self._store = store, PrefixStore("gloo", store)  # the group connects, and so reads it, later
+        self._whole, self._store = store, PrefixStore("gloo", store)  # kept: the group reads it later, when it connects
         self._group = _raising(lambda: gloo_group(self._store, rank, world, address, timeout_s, lazy=True))
         await_peers()
         self.stop = _Stop()
@@ -81,9 +81,9 @@ class GlooTransport:
             _raising(lambda: prove(receive, send, self._store, self._rank, fresh))
 
     def send(self, buffer: torch.Tensor, to: int, tag: int, counted: _Counted | None = None) -> _Counted:
-        """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone.
+        """Start to send to one rank. Any thread; does not block. An abort wakes the thread that waits, at any point.
 
-        `counted`: counts this chunk among others.
+        `counted`: the counter of several chunks, of which this is one; None: a new counter.
         """
         pending = GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
         counted = counted or _Counted(1, self.stop)
@@ -96,9 +96,9 @@ class GlooTransport:
 
     def abort(self) -> None:
         """Fail whatever is pending, here and, because connections close, at the peers. Any thread, at any time."""
-        # ProcessGroupGloo.abort() does nothing (torch 2.13). A receive that times out, however, closes every
-        # connection of its group, and with them ends what is pending on them, here and at the peers; but for what is
-        # half sent or half received, which `stop` is for.
+        # ProcessGroupGloo.abort() does nothing (torch 2.13). But a receive that times out closes every connection of
+        # its group, which ends pending operations here and at the peers. Those that have transferred a part of their
+        # bytes go on: `stop` ends the waiting for them.
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in list(self._met):
             with suppress(RuntimeError):
@@ -119,7 +119,7 @@ def _raising(operation: Callable[[], T]) -> T:
 
 
 class _Stop:
-    """End all waiting of a transport: gloo leaves what is half done alone when its connection is closed."""
+    """End all waiting of a transport: gloo does not end a partly done operation when its connection closes."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -132,7 +132,7 @@ class _Stop:
 
 
 class _Counted:
-    """Wait for chunks on their way; threads count them down, and keep what they handed on."""
+    """Wait for chunks on their way: threads count them down, and leave here the sends by which they forward them."""
 
     def __init__(self, chunks: int, stop: _Stop) -> None:
         self._left = chunks
@@ -220,7 +220,7 @@ class Gloo:
         buffer = self._memory.slot(number)[:nbytes] if self._memory else self.pool.take(nbytes)
         mine = [(index, route) for index, route in enumerate(taken) if self._comes_by_wire(route)]
         counted, sums = _Counted(len(mine), self._stop), dict[int, int]()
-        apart = self._plan.parts(bucket, stream)[0].start  # each chunk before it is a piece
+        apart = self._plan.parts(bucket, stream)[0].start  # each chunk before this offset is one piece
         # All receives first: then no sender waits for a handshake.
         for index, route in mine:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
@@ -234,7 +234,7 @@ class Gloo:
         return self._shared(number, len(taken), nbytes, counted)
 
     def _shared(self, number: int, chunks: int, nbytes: int, counted: _Counted) -> Incoming:
-        """A bucket in the node's shared memory."""
+        """Receive a bucket in the node's shared memory."""
         memory, reader = self._memory, self._mates.index(self._rank)
         assert memory is not None
 
@@ -268,9 +268,9 @@ class Gloo:
         index: int,
         sums: dict[int, int] | None,
     ) -> list[PendingTransfer]:
-        """Take a chunk, number `index` of bucket `number`, that comes into `view`, for the other ranks of the node.
+        """Wait for chunk `index` of bucket `number`, which comes into `view`, and hand it on inside the node.
 
-        `sums` gets its checksum, if it is a piece that nobody copies.
+        `sums` gets its checksum; None: the chunk is not one whole piece, or readers sum it when they copy it.
         """
         pending.wait()
         if self._memory is not None:
@@ -279,7 +279,7 @@ class Gloo:
         handed_on: list[PendingTransfer] = [
             self._transport.send(view, taker, route.tag) for taker in route.takers(self._rank)
         ]
-        if sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
+        if sums is not None:  # while the bytes are in the processor's cache, and the next chunks arrive
             sums[route.low] = host_checksum(view)
         return handed_on
 
@@ -303,29 +303,29 @@ def _copy(
 
 
 def _outgoing(route: Route, part: BucketPart, buffer: torch.Tensor, apart: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a chunk of this rank's own; no chunk is more than one of its pieces apart."""
+    """Return a chunk of this rank's own part: it lies in `buffer`, or in one of the pieces apart."""
     given = zip(_starts(part), (buffer, *apart), strict=True)
     start, data = max((each for each in given if each[0] <= route.low), key=lambda each: each[0])
     return data[route.low - start : route.high - start]
 
 
 def _starts(part: BucketPart) -> list[int]:
-    """Return where the bucket's buffer has a part's own bytes, and its pieces apart."""
+    """Return the offsets in the bucket's buffer of a part's own bytes, and of its pieces apart."""
     return [part.start, *(piece.offset for piece in part.apart)]
 
 
 def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor:
-    """Wait for a bucket in memory of this rank's own, and let go of it. Whoever keeps a view keeps the memory."""
+    """Wait for a bucket in this rank's own memory, and return its last reference: then views keep the memory."""
     counted.wait()
     return kept.pop()
 
 
 @dataclass(slots=True)
 class _Task:
-    """Do something that has to do with a chunk, and count it."""
+    """Do the work on a chunk, and count the chunk."""
 
     counted: _Counted
-    work: Callable[[], list[PendingTransfer] | None]  # returns what it hands on
+    work: Callable[[], list[PendingTransfer] | None]  # returns the sends that it has started, of bytes that it forwards
 
     def run(self) -> None:
         handed_on = self.work()
@@ -348,4 +348,4 @@ def _work(queue: SimpleQueue[_Task | None]) -> None:
             task.counted.failed(failure)
         except Exception as error:  # a thread's end must not leave the update waiting
             task.counted.failed(TransportFailure(f"{type(error).__name__}: {error}", peer_left=False))
-        del task  # the queue is waited for with nothing in hand
+        del task  # so that no buffer is kept while the thread waits for the next task

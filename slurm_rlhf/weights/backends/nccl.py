@@ -38,7 +38,7 @@ class NcclCommunicator:
             self._group = nccl_group(store, rank, world, timeout_s)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> list[Work]:
-        """Start all of them as one operation, so that their order plays no part."""
+        """Start all sends and receives as one operation, so that their order does not matter."""
 
         def begin() -> None:
             for tensor, rank in sends:
@@ -60,20 +60,20 @@ class NcclCommunicator:
             return coalesced(self._group, begin)
 
     def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> list[Work]:
-        """Start to send `mine`, a part of `whole` by the rank, to all others."""
+        """Start to gather `whole` from the parts of all ranks, of which `mine` is this rank's."""
         with _failing():
             return [all_gather(self._group, whole, mine)]
 
     def meet(self, device: torch.device) -> list[Work]:
-        """Connect all ranks: what the first operation does, whatever it is."""
+        """Connect all ranks, as any first operation does."""
         with _failing():
             return [self._group.allreduce(torch.zeros(1, device=device))]
 
     def settle(self, works: Sequence[Work]) -> None:
-        """Wait until they are over, and raise what went wrong.
+        """Wait until `works` are over.
 
-        `Work.wait` alone would neither end nor say anything when another thread aborts the group. An operation that is
-        aborted counts as completed, and its buffer holds anything.
+        `Work.wait` alone would neither return nor raise when another thread aborts the group. An aborted operation
+        counts as completed, with anything in its buffer.
         """
 
         with _failing():
@@ -111,7 +111,7 @@ def in_time(connect: Callable[[], None], timeout_s: float) -> None:
     number = torch.cuda.current_device()
 
     def connect_there() -> None:
-        torch.cuda.set_device(number)  # a thread begins with the first one
+        torch.cuda.set_device(number)  # a new thread begins on GPU 0
         connect()
 
     try:
@@ -123,11 +123,10 @@ def in_time(connect: Callable[[], None], timeout_s: float) -> None:
 def name_interface(interface: str) -> None:
     """Let NCCL's sockets use the network interface, unless the user has said which.
 
-    A member that only knows its address (an alias, a container) is passed over: NCCL would look for an interface of
-    that name.
+    Not for a member that knows its address only (an alias, a container): NCCL would look for an interface of that name.
     """
     if interface in [name for _, name in socket.if_nameindex()]:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: not all that begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: exactly this name
 
 
 @contextmanager
@@ -166,7 +165,7 @@ class Nccl:
             place = PrefixStore(f"nccl-{plan.stream_to(rank)}", store)
             self._engines = NcclCommunicator(place, taking.index(rank), len(taking), timeout_s)
             self._communicators.append(self._engines)
-        # Connections come to be when they are used first, with all ranks together: now, and not in an update.
+        # NCCL connects at the first use, all ranks together: now, so that no update has to.
         in_time(self._connect, timeout_s)
 
     def send(
@@ -196,7 +195,7 @@ class Nccl:
     def abort(self) -> None:
         for communicator in self._communicators:
             communicator.give_up()
-        # The last first: with its exchange given up, a rank would hand its neighbours what it does not have.
+        # The engines' first: if only the exchange were aborted, a rank would gather bytes that it never received.
         for communicator in reversed(self._communicators):
             communicator.abort()
 

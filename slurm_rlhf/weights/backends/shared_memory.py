@@ -24,7 +24,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True)
 class SharedMemorySizes:
-    """How much a `SharedMemory` holds."""
+    """Say how much a `SharedMemory` holds."""
 
     slots: int  # buckets at a time
     slot_bytes: int
@@ -33,7 +33,7 @@ class SharedMemorySizes:
 
     @property
     def start(self) -> int:
-        """Bytes of the marks, before the first slot."""
+        """Return the bytes of the marks, which come before the first slot."""
         return -(-(self.slots * self.chunks + self.readers) * 8 // _PAGE) * _PAGE
 
     @property
@@ -100,7 +100,7 @@ def reserve(sizes: SharedMemorySizes) -> str:
     path = f"{_DIRECTORY}/slurm_rlhf.sync.{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Written to memory that is not there, a process would die of SIGBUS.
+        # Allocated now: a process that writes to a page for which /dev/shm has no room dies of SIGBUS.
         os.posix_fallocate(descriptor, 0, sizes.nbytes)
     except OSError:
         os.unlink(path)

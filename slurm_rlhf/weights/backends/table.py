@@ -82,7 +82,7 @@ def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Backend:
 def memory_of_node(group: SyncGroup, plan: SyncPlan) -> SharedMemory | None:
     """Share memory among the ranks of this rank's node; None where it is alone there, or there is no room.
 
-    The first engine rank of the node makes it; it loses its name as soon as all have it, so that nothing is left
+    The first engine rank of the node makes it, and unlinks it as soon as all have mapped it, so that nothing is left
     behind however the processes end. Raises SyncError.
     """
     node = plan.layout.node(group.rank)
