@@ -126,7 +126,7 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
 
 
 def allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
-    """Let PyTorch grow pieces of GPU memory, so that rows of ever other lengths leave no gaps, where that is safe.
+    """Let PyTorch expand segments of GPU memory where that is safe: rows of varying lengths then leave no gaps.
 
     Not for the actor, whose weights another process maps, which such memory does not allow; not for engines, whose
     memory is in pools that sleep; nor where all roles take turns: it would not be given back in time.
