@@ -202,11 +202,12 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
-    prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
+    rows = range(min(ROWS, len(inputs.prompts)))
+    prompts = [inputs.prompts[row] for row in rows for _ in range(2)]  # one answer for several would pass otherwise
     scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
     answer = scoring(prompts, [_answered(prompt) for prompt in prompts], 0)
-    values = ", ".join(f"{value:g}" for value in answer.rewards)
-    yield f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"
+    values = ", ".join(f"{value:g}" for value in answer.rewards[::2])
+    yield f"rewards of the labels of the first {len(rows)} prompts, as if they were responses: {values}"
 
 
 def _answered(prompt: Prompt) -> Trajectory:
