@@ -22,6 +22,7 @@ from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
+from slurm_rlhf.observe.run_log import SERVER_AWAITED
 from slurm_rlhf.workers.http import health_of
 
 if TYPE_CHECKING:
@@ -143,10 +144,16 @@ def _run(config: Config, unmade: Collection[str]) -> Iterator[str]:
 
 
 def read(config: Config) -> Inputs:
-    """Read what a run reads, without notes to the user. Raises UserError."""
+    """Read what a run reads, without notes to the user. Raises UserError, also where a run would wait for a server."""
     from slurm_rlhf.run.conductor import Inputs
 
-    return Inputs.read(config, lambda note: None)
+    return Inputs.read(config, _no_waiting)
+
+
+def _no_waiting(note: str) -> None:
+    if note.startswith(SERVER_AWAITED):
+        why = note.removeprefix(f"{SERVER_AWAITED}: ")
+        raise RewardError(f"{why}: a run would wait until a server answers: start it, or correct the address")
 
 
 def looked(config: Config) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,36 @@ def test_code_that_cannot_be_used_is_one_line_on_the_terminal_of_all_processes(
     assert f"{Path('bad.py').absolute()}:" in err
     assert said in err
     assert "Traceback" not in out
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers all with a page for people."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("key", ["reward.remote_url", "env.path"])
+def test_a_server_that_a_run_would_wait_for_is_reported(
+    file: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    with HTTPServer(("127.0.0.1", 0), _Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        status, _, err = checked(capsys, "base.toml", "run.toml", f"--{key}={url}")
+        server.shutdown()
+    assert status == 2
+    assert err.startswith(f"slurm-rlhf: error: {url} answered what is no JSON: '<html>': a run would wait")
 
 
 def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
