@@ -22,6 +22,7 @@ from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
+from slurm_rlhf.observe.run_log import SERVER_AWAITED
 from slurm_rlhf.workers.http import health_of
 
 if TYPE_CHECKING:
@@ -143,10 +144,16 @@ def _run(config: Config, unmade: Collection[str]) -> Iterator[str]:
 
 
 def read(config: Config) -> Inputs:
-    """Read what a run reads, without notes to the user. Raises UserError."""
+    """Read what a run reads, without notes to the user. Raises UserError, also where a run would wait for a server."""
     from slurm_rlhf.run.conductor import Inputs
 
-    return Inputs.read(config, lambda note: None)
+    return Inputs.read(config, _no_waiting)
+
+
+def _no_waiting(note: str) -> None:
+    if note.startswith(SERVER_AWAITED):
+        why = note.removeprefix(f"{SERVER_AWAITED}: ")
+        raise RewardError(f"{why}: a run would wait until a server answers: start it, or correct the address")
 
 
 def looked(config: Config) -> list[str]:
@@ -202,11 +209,12 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
-    prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
+    rows = range(min(ROWS, len(inputs.prompts)))
+    prompts = [inputs.prompts[row] for row in rows for _ in range(2)]  # one answer for several would pass otherwise
     scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
     answer = scoring(prompts, [_answered(prompt) for prompt in prompts], 0)
-    values = ", ".join(f"{value:g}" for value in answer.rewards)
-    yield f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"
+    values = ", ".join(f"{value:g}" for value in answer.rewards[::2])
+    yield f"rewards of the labels of the first {len(rows)} prompts, as if they were responses: {values}"
 
 
 def _answered(prompt: Prompt) -> Trajectory:

@@ -9,7 +9,7 @@ from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.user_files import file_and_name
 from slurm_rlhf.workers.http import WorkServer, token_of
-from slurm_rlhf.workers.pool import Code, WorkerPool
+from slurm_rlhf.workers.pool import RAISED, Code, WorkerPool
 
 
 def serve_reward(arguments: Arguments) -> int:
@@ -48,7 +48,7 @@ def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer],
     token = token_of(options.get("token", ""), "--token")
     if options["host"] not in ("127.0.0.1", "localhost") and not token:
         raise ConfigError(f"--host={options['host']} lets others in: give a --token, as env:VARIABLE or a file")
-    pool = WorkerPool(code, options.get("workers", workers), options["memory_mb"], limits.connect)
+    pool = WorkerPool(code, options.get("workers", workers), options["memory_mb"], limits.connect, serves=True)
     try:
         pool.ready()
         if first:
@@ -58,7 +58,7 @@ def _serve(arguments: Arguments, path: Path, code: Code, made: type[WorkServer],
             print(f"serving {path} on http://{host!s}:{port}", flush=True)
             server.serve_forever()
     except WorkerError as error:
-        raise RewardError(str(error)) from error
+        raise RewardError(str(error) if error.kind == RAISED else f"{path}: {error}") from error
     except OSError as error:
         raise ConfigError(f"port {options['port']} of {options['host']} cannot be served: {error}") from error
     except KeyboardInterrupt:

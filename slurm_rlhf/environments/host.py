@@ -28,7 +28,7 @@ from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Star
 from slurm_rlhf.errors import EpisodeError, WorkerError
 from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Servers, WorkServer, servers_of, token_of
-from slurm_rlhf.workers.pool import ENDED, GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool
+from slurm_rlhf.workers.pool import ENDED, GONE, LATE, RAISED, Code, Lease, WorkerNodes, WorkerPool, of_load
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Host:
             found = lease.submit("describe", timeout_s=self.start_s).result()
             lease.end()
         except WorkerError as error:
-            raise EpisodeError(str(error)) from error
+            raise EpisodeError(of_load(self.file, error)) from error
         return msgspec.convert(found, dict[str, EnvironmentInfo])
 
     def calls_of(self, number: int) -> EpisodeCalls:

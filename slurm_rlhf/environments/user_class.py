@@ -137,8 +137,9 @@ def schemas_of(made: type, file: str) -> list[dict[str, Any]]:
             found.append(_transformers.json_schema(method))
             arguments_of(method)
         except (ValueError, TypeError, NameError) as error:
+            why = str(error).splitlines()[-1]
             raise EpisodeError(
-                f"{where} cannot be described to the policy: {error}. Give each parameter a type hint and a line in "
+                f"{where} cannot be described to the policy: {why}. Give each parameter a type hint and a line in "
                 "the docstring (`Args:` and `name: what it is`), or begin the name of a method that is no tool with _"
             ) from None
     return found

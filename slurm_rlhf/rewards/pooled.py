@@ -27,7 +27,7 @@ from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.items import Item, answered, by_prompt, items_of
 from slurm_rlhf.rewards.scored import KEYS, Rewards, joined, parse_answer
 from slurm_rlhf.workers.http import UNANSWERED, Servers, WorkServer, token_of
-from slurm_rlhf.workers.pool import ENDED, GONE, LATE, MEMORY, RAISED, Code, WorkerNodes, WorkerPool
+from slurm_rlhf.workers.pool import ENDED, GONE, LATE, MEMORY, RAISED, Code, WorkerNodes, WorkerPool, of_load
 
 FAIL, SKIP = "fail", "skip"
 LONGEST = 300
@@ -107,6 +107,7 @@ class CalledRewards(ABC):
         if self._on_error == FAIL:
             where = f" (traceback and what it printed: {self._printed})" if self._printed else ""
             hint = "" if error.kind == RAISED else "; reward.on_error says what such a response gets"
+            hint += ", timeout.reward how long it may take (half of it alone)" if error.kind == LATE else ""
             shown = f"the prompt {cut(item['prompt'], 200)!r} and the response {cut(item['response'], 200)!r}"
             raise RewardError(f"{said}, for {shown}{hint}{where}")
         value = 0.0 if isinstance(self._on_error, str) else self._on_error
@@ -134,7 +135,7 @@ class PooledRewards(CalledRewards):
             self.where, self._none = self._pool.submit("about", timeout_s=self._timeout_s).result()
         except WorkerError as error:
             self.close()
-            raise RewardError(str(error)) from error
+            raise RewardError(of_load(reward.remote_url or reward.function or reward.preset, error)) from error
 
     def close(self) -> None:
         """End the workers."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_TRIES = 3
-"""Attempts at an episode before it counts as lost."""
+"""Attempts at an episode; one that ends with a process in which another episode was lost does not count."""
 FEW_LOST = 8
 """A run ends after this many lost episodes if they are more than half of all: the environment is broken then."""
 
@@ -107,6 +107,7 @@ class Environments:
             raise
         self.numbers = itertools.count()
         self.lost = self.begun = 0
+        self.printed, self._note = printed, note
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
@@ -164,12 +165,22 @@ class Environments:
         """Do work with tokenizer and chat template, in another thread than the loop's."""
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
-    def lose(self, error: UserError) -> None:
-        """Count a lost episode. Raises EpisodeError if most are lost."""
+    def lose(self, error: UserError, prompt: Prompt) -> None:
+        """Count a lost episode, and log it; tell the user of the first, second, fourth, eighth and so on.
+
+        Raises EpisodeError if most are lost.
+        """
         self.lost += 1
-        log.warning("an episode is lost: %s", error)
+        log.info("an episode of row %s is lost: %s", prompt.index, error)
+        said = f"{self.lost} of {self.begun} episodes are lost, the last one: {error}"
+        if self.printed is not None:
+            with self.printed.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"lost: {error}\n  row {prompt.index}: {prompt.text!r}\n")
+            said += f"; {self.printed} has each with its row"
         if self.lost >= FEW_LOST and 2 * self.lost > self.begun:
-            raise EpisodeError(f"{self.lost} of {self.begun} episodes are lost, the last one: {error}") from error
+            raise EpisodeError(said) from error
+        if self.lost.bit_count() == 1:
+            self._note(f"warning: {said}")
 
 
 class Turns(Episode):
@@ -185,7 +196,7 @@ class Turns(Episode):
         self._begin_anew(1)
 
     def _begin_anew(self, tries: int) -> None:
-        self._tries = tries
+        self._tries, self._lost_before = tries, self._environments.lost
         self._calls = self._environments.host.calls_of(next(self._environments.numbers))
         self._prompt_ids: I32 = self._prompt.token_ids
         self.text = self._messages = ""  # an environment that makes the prompt sets both
@@ -251,11 +262,11 @@ class Turns(Episode):
         self._calls.leave()
 
     async def _anew(self) -> Trajectory | None:
-        """Begin again in another process, because another environment has ended the one they shared."""
+        """Begin again in another process; that another environment has ended the shared one does not count as a try."""
         self._calls.leave()
-        self._begin_anew(self._tries + 1)
+        self._begin_anew(self._tries + (self._environments.lost == self._lost_before))
         if self._tries > MOST_TRIES:
-            return self._lost(EpisodeError(f"its process was ended by other environments {MOST_TRIES} times"))
+            return self._lost(EpisodeError(f"the process or the server that it lived in was gone {MOST_TRIES} times"))
         return await self.start()
 
     def _begin(self, begun: Begun) -> None:
@@ -326,7 +337,7 @@ class Turns(Episode):
 
     def _lost(self, error: UserError) -> Trajectory:
         """Return the episode as lost: its action mask leaves all of it out of training."""
-        self._environments.lose(error)
+        self._environments.lose(error, self._prompt)
         if not self._ids:
             self._ids, self._logprobs, self._sampled = [self._environments.tokenizer.eos_token_id], [0.0], [True]
         none: I32 = np.zeros(0, dtype=np.int32)

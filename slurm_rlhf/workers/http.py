@@ -179,9 +179,9 @@ class Servers:
 
     def _tell(self, down: bool, text: str) -> None:
         with self._lock:
-            changed, self._down = self._down is not down, down
-        if changed:
-            self._note(text)
+            if self._down is not down:
+                self._note(text)  # where it raises, so does each request
+                self._down = down
 
 
 def _seconds(header: str) -> float:

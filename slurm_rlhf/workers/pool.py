@@ -56,6 +56,12 @@ class Code(NamedTuple):
     arguments: dict[str, Any]
 
 
+def of_load(name: str, error: WorkerError) -> str:
+    """Say why workers could not load the user's code, which is called `name` where the error does not say it."""
+    advice = "; make it faster, or raise timeout.connect" if error.kind == LATE else ""
+    return str(error) if error.kind == RAISED else f"{name}: {error}{advice}"
+
+
 class WorkerNode(Protocol):
     """Is another node that has workers for pools of this process."""
 
@@ -89,12 +95,16 @@ class WorkerPool:
         start_s: float,
         printed: Path | None = None,
         nodes: WorkerNodes = (),
+        serves: bool = False,
     ) -> None:
         """Start `count` workers here or, where there are `nodes`, on each of these.
 
         `memory_mb`: what a worker may hold in memory, in MiB; 0: any amount. `start_s`: seconds until it has loaded its
-        code. `printed`: the file for what workers print; None: it is printed as usual.
+        code. `printed`: the file for what workers print; None: it is printed as usual, but for tracebacks, unless this
+        `serves` others.
         """
+        self.traces = 2 if printed else int(serves)
+        """Tracebacks that workers print; 0: none, 1: those of calls, 2: those of loading the code, too."""
         self.code, self.memory_mb, self.start_s, self.printed = code, memory_mb, start_s, printed
         self.count = count * max(len(nodes), 1)
         """Workers in all."""
@@ -256,7 +266,7 @@ class PoolWorker(threading.Thread):
         """Start the process; return this end of the connection to it."""
         ours, theirs = socket.socketpair()
         own = theirs.fileno(), self._stack.fileno()
-        command = [sys.executable, "-m", "slurm_rlhf.workers.process", *map(str, (*own, os.getpid()))]
+        command = [sys.executable, "-m", "slurm_rlhf.workers.process", *map(str, (*own, os.getpid(), self.pool.traces))]
         with theirs, open(self.pool.printed or os.devnull, "ab") as log:
             out = log if self.pool.printed else None
             self.process = subprocess.Popen(
@@ -357,7 +367,9 @@ class PoolWorker(threading.Thread):
         return os.pread(self._stack.fileno(), 1 << 16, 0).decode("utf-8", errors="replace")
 
     def _show_stack(self) -> None:
-        """Have the process write where it is to the log, which ends it."""
+        """Have the process write where it is to the log, if there is one, which ends it."""
+        if not self.pool.traces:
+            return
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             self._process.send_signal(signal.SIGABRT)
             self._process.wait(timeouts.WORKER_STACK_S)

@@ -1,9 +1,10 @@
 """The program of a worker: makes one object, and calls its methods as the pool asks, one call after the other.
 
-`python -m slurm_rlhf.workers.process SOCKET STACK PARENT_PID` gets two descriptors: of the connection, and of the file
-to which it writes its stack when it is asked by `stacks.SIGNAL`. Messages are lines of JSON,
-because rows of data have integers of any size, and texts that are no valid Unicode. The first names the object's class
-and its arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or `{"raised": text}`.
+`python -m slurm_rlhf.workers.process SOCKET STACK PARENT_PID TRACES` gets two descriptors: of the connection, and of
+the file to which it writes its stack when it is asked by `stacks.SIGNAL`. TRACES: as `WorkerPool.traces`. Messages are
+lines of JSON, because rows of data have integers of any size, and texts that are no valid Unicode. The first names the
+object's class and its arguments. A call of it is `[method, arguments]`, its answer `{"value": ...}` or
+`{"raised": text}`.
 """
 
 from __future__ import annotations
@@ -74,19 +75,19 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()  # the stack of a crash, and of a call that is too late, goes to the log
     faulthandler.register(SIGNAL, file=int(sys.argv[2]), all_threads=False)  # others may run meanwhile
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    channel, traces = Channel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[4])
     try:
         module, name, arguments = channel.receive()
         served: list[Any] = []
-        _answer(channel, lambda: served.append(getattr(importlib.import_module(module), name)(**arguments)))
+        _answer(channel, lambda: served.append(getattr(importlib.import_module(module), name)(**arguments)), traces > 1)
         while served:
             method, given = channel.receive()
-            _answer(channel, lambda: getattr(served[0], method)(*given))  # noqa: B023 called at once
+            _answer(channel, lambda: getattr(served[0], method)(*given), traces > 0)  # noqa: B023 called at once
     except (EOFError, ConnectionError):
         pass
 
 
-def _answer(channel: Channel, work: Callable[[], Any]) -> None:
+def _answer(channel: Channel, work: Callable[[], Any], traced: bool) -> None:
     pid = os.getpid()
     try:
         value = work()
@@ -94,7 +95,7 @@ def _answer(channel: Channel, work: Callable[[], Any]) -> None:
         channel.send({"value": value})
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         _leave_unless(pid)
-        if not isinstance(error, SlurmRlhfError) or error.__cause__ is not None:  # else its one line says all
+        if traced and (not isinstance(error, SlurmRlhfError) or error.__cause__ is not None):  # else one line says all
             traceback.print_exception(error)
         channel.send({"raised": str(error) if isinstance(error, SlurmRlhfError) else text_of(error)})
     sys.stdout.flush()

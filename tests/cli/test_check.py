@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -161,12 +163,81 @@ def test_rewards_that_fail_are_reported_whatever_they_get(file: Path, capsys: py
     words = ("--reward.remote_url=reward.py", "--reward.on_error=skip")
     code, out, err = checked(capsys, "base.toml", "run.toml", *words)
     assert (code, err) == (0, "")
-    assert "warning: step 0: the rewards of 2 of 4 responses failed (2 raised), the first: raised: " in out
+    assert "warning: step 0: the rewards of 4 of 8 responses failed (4 raised), the first: raised: " in out
     assert "reward.py:2: reward_func raised ZeroDivisionError" in out
 
 
+ODD_TOOL = """class Odd: pass
+class Environment:
+    def reset(self, **columns): pass
+    def add(self, one: Odd) -> str:
+        '''Adds.
+
+        Args:
+            one: It.
+        '''
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "said"),
+    [
+        ("reward.remote_url", "def reward_func(\n", "1: cannot be imported: SyntaxError"),
+        ("reward.remote_url", "def reward_func(responses):\n    return [1.0]\n", " returned 1 rewards for 2 responses"),
+        ("reward.remote_url", "def reward_func(responses):\n    1 / 0\n", "2: reward_func raised ZeroDivisionError"),
+        ("reward.remote_url", "import os\nos._exit(3)\n", " its process ended with status 3"),
+        ("reward.remote_url", "import time\ntime.sleep(99)\n", " raise timeout.connect"),
+        ("env.path", "import no_such_module\n", "1: cannot be imported: ModuleNotFoundError"),
+        ("env.path", "import os\nos._exit(3)\n", " its process ended with status 3"),
+        ("env.path", ODD_TOOL, "4: the tool Environment.add cannot be described to the policy: type <class"),
+    ],
+)
+def test_code_that_cannot_be_used_is_one_line_on_the_terminal_of_all_processes(
+    file: Path, capfd: pytest.CaptureFixture[str], key: str, code: str, said: str
+) -> None:
+    Path("bad.py").write_text(code)
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    words = [f"--{key}=bad.py", *(["--timeout.connect=1"] if "sleep" in code else [])]
+    capfd.readouterr()
+    status, out, err = checked(capfd, "base.toml", "run.toml", *words)
+    assert (status, err.count("\n")) == (2, 1), err
+    assert f"{Path('bad.py').absolute()}:" in err
+    assert said in err
+    assert "Traceback" not in out
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Answers all with a page for people."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("key", ["reward.remote_url", "env.path"])
+def test_a_server_that_a_run_would_wait_for_is_reported(
+    file: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    with HTTPServer(("127.0.0.1", 0), _Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        status, _, err = checked(capsys, "base.toml", "run.toml", f"--{key}={url}")
+        server.shutdown()
+    assert status == 2
+    assert err.startswith(f"slurm-rlhf: error: {url} answered what is no JSON: '<html>': a run would wait")
+
+
 def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
-    file: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = """class Environment:
     def reset(self, row):
@@ -177,10 +248,11 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     Path("game.py").write_text(code)
     Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
     words = ("base.toml", "run.toml", "--env.path=game.py")
-    status, _, err = checked(capsys, *words)
+    capfd.readouterr()
+    status, _, err = checked(capfd, *words)
     assert status == 2
     assert err.startswith("slurm-rlhf: error: data.prompt_dataset, row 0: ")
     assert f"{Path('game.py').absolute()}:3: Environment.reset raised KeyError: " in err
     assert "Traceback" not in err
     Path("game.py").write_text(code.replace('[row["input"]]', '.get("b")'))
-    assert checked(capsys, *words)[0] == 0
+    assert checked(capfd, *words)[0] == 0

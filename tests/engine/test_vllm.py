@@ -57,6 +57,22 @@ def test_the_kv_cache_is_as_planned(fresh: EngineProcess, path: Path) -> None:
     assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
 
 
+def test_the_next_turn_of_an_episode_computes_its_new_tokens_only(fresh: EngineProcess) -> None:
+    """Whole blocks of what came before it are in the prefix cache, and sampled tokens with them."""
+    asked = child.requests(replace(SAMPLING, stop=[]))[-1]
+    asked = replace(asked, prompt_ids=asked.prompt_ids[:252], seed=3)
+    (turn,) = fresh.run(child.generate, [asked])
+    before = fresh.run(child.do, "status")
+    ids = np.concatenate([asked.prompt_ids, turn.response_ids, [5, 6, 7]]).astype(np.int32)
+    fresh.run(child.generate, [replace(asked, prompt_ids=ids)])
+    after = fresh.run(child.do, "status")
+    block = fresh.run(child.kv_cache)["block"]
+    held = (len(ids) - 4) // block * block  # the last token that was sampled has not been computed with
+    assert held > 252, turn.response_ids
+    assert after.prompt_tokens - before.prompt_tokens == len(ids)
+    assert after.cached_tokens - before.cached_tokens == held
+
+
 KV_SHAPES = {
     "qwen2": {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
     "llama": {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},

@@ -61,16 +61,15 @@ def test_responses_of_all_groups_that_are_late_are_asked_again_before_one_is_ans
 def test_each_group_of_a_call_gets_its_own_rewards_or_its_error() -> None:
     source = Held()
     scoring = Scoring(source, HANG_S)
-    rewards_of = scoring.wait
     parts = scoring.begin_each(*responses("a", "b", "c", "d"), 1, 2)
     until(lambda: len(source.begun) == 2)
     for number, (_, call) in enumerate(source.begun):
         call.set_result([number, number + 10])
     assert [part.result(HANG_S).rewards.tolist() for part in parts] == [[0, 10], [1, 11]]
-    assert rewards_of(parts[::-1], 4, 1).rewards.tolist() == [1, 11, 0, 10]
+    assert scoring.wait(parts[::-1], count=4, step=1).rewards.tolist() == [1, 11, 0, 10]
     source.begun.clear()
     again = scoring.begin_each(*responses("a", "b", "c", "d"), 2, 2)
     until(lambda: len(source.begun) == 2)
     source.begun[0][1].set_exception(RewardError("no worker is left"))
     with pytest.raises(RewardError, match="no worker is left"):
-        rewards_of(again[1:], 2, 2)
+        scoring.wait(again[1:], count=2, step=2)

@@ -47,6 +47,7 @@ def tokenizer_in(directory: Path, template: str = "") -> Tokenizer:
 
 
 MADE: list[Environments] = []
+NOTES: list[str] = []
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def environments(tmp_path: Path, tokenizer: Tokenizer, code: str = GAME, **setti
     for name, value in settings.items():
         group, _, key = name.partition("__")
         setattr(getattr(config, group), key, value)
-    MADE.append(Environments(config, tokenizer))
+    MADE.append(Environments(config, tokenizer, tmp_path / "reward.log", NOTES.append))
     return MADE[-1]
 
 
@@ -216,10 +217,8 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> Non
         environments(tmp_path, tokenizer_in(tmp_path / "model", template))
 
 
-def lost(
-    tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], caplog: pytest.LogCaptureFixture, **settings: Any
-) -> str:
-    """Play an episode that is lost in its first turn; return why."""
+def lost(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], **settings: Any) -> str:
+    """Play an episode that is lost in its first turn; return what the log says of it."""
     whole, _ = play(environments(tmp_path, tokenizer, **settings), row, [sampled(tokenizer, "3")])
     assert (whole.finish_reason, whole.action_mask.any(), whole.reward, whole.prompt, whole.sample) == (
         LOST,
@@ -229,7 +228,9 @@ def lost(
         1,
     )
     assert len(whole.response_ids) == len(whole.rollout_logprobs) == 1
-    return caplog.text
+    text = (tmp_path / "reward.log").read_text()
+    assert text.endswith("\n  row 7: '2+2='\n")
+    return text[text.index("lost: ") :]
 
 
 @pytest.mark.parametrize(
@@ -240,25 +241,25 @@ def lost(
         ("None", "step returned None; expected"),
     ],
 )
-def test_an_episode_whose_environment_fails_is_lost(
-    tmp_path: Path, plain: Tokenizer, caplog: pytest.LogCaptureFixture, answer: str, said: str
-) -> None:
-    assert said in lost(tmp_path, plain, {"answers": [answer]}, caplog)
+def test_an_episode_whose_environment_fails_is_lost(tmp_path: Path, plain: Tokenizer, answer: str, said: str) -> None:
+    assert said in lost(tmp_path, plain, {"answers": [answer]})
 
 
-def test_a_prompt_that_does_not_fit_is_named(
-    tmp_path: Path, plain: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
-    said = lost(tmp_path, plain, {"start": "3" * 50}, caplog)
+def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, plain: Tokenizer) -> None:
+    said = lost(tmp_path, plain, {"start": "3" * 50})
     assert "begins with a prompt of 50 tokens, and 1 to 34 fit" in said
 
 
-def test_where_most_episodes_are_lost_the_run_ends(tmp_path: Path, plain: Tokenizer) -> None:
+def test_lost_episodes_are_told_now_and_then_and_where_most_are_lost_the_run_ends(
+    tmp_path: Path, plain: Tokenizer
+) -> None:
     made = environments(tmp_path, plain)
+    NOTES.clear()
     for _ in range(7):
         assert play(made, {"answers": ["raise"]}, [sampled(plain, "3")])[0].finish_reason == LOST
-    with pytest.raises(EpisodeError, match=r"8 of 8 episodes are lost, the last one.*KeyError"):
+    with pytest.raises(EpisodeError, match=r"8 of 8 episodes are lost, the last one.*KeyError.*reward.log has each"):
         play(made, {"answers": ["raise"]}, [sampled(plain, "3")])
+    assert [note.partition(" episodes are lost")[0] for note in NOTES] == [f"warning: {n} of {n}" for n in (1, 2, 4)]
 
 
 def test_every_token_that_is_trained_on_has_the_digest_of_the_engine(tmp_path: Path, plain: Tokenizer) -> None:

@@ -18,7 +18,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import EpisodeError
 from slurm_rlhf.records import LOST, STOP, Trajectory
-from slurm_rlhf.sampling import environment
 from slurm_rlhf.sampling.environment import Environments
 
 pytestmark = pytest.mark.slow
@@ -53,11 +52,8 @@ def play(environments: Environments, faults: list[str]) -> list[Trajectory]:
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_each_failure_costs_its_own_episode(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those whose process another one has ended begin anew: so often here that three times are not enough."""
-    monkeypatch.setattr(environment, "MOST_TRIES", 1000)
+def test_each_failure_costs_its_own_episode(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Those whose process another one has ended begin anew, here more often than three times."""
     faults = list(FAULTS) * 6
     found = play(made(tmp_path, tokenizer), faults)
     wanted = Counter("" if fault == "" else LOST for fault in faults)
