@@ -16,7 +16,7 @@ import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from small_disk import small_disk
 from training_runs import Run, started, summary, train, workspace
-from waiting import HANG_S, scaled, until
+from waiting import HANG_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -162,44 +162,6 @@ def wait_for_both(job: Run, output: Path) -> None:
     """Until both engines have answered."""
     until(lambda: {0, 1} <= {line["engine"] for line in lines_of(output)} or job.process.poll() is not None, "answers")
     assert job.process.poll() is None, job.wait()
-
-
-@pytest.mark.full  # test_run_hf stops a rank, and the test above kills engines
-@pytest.mark.parametrize("width", [1, 2])
-def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
-    config: Path, calm: Path, tmp_path: Path, width: int
-) -> None:
-    """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before.
-
-    All of its ranks are ended then, and not with the job only.
-    """
-    run_dir, limit_s, rows = tmp_path / "job", round(scaled(4)), ROWS // width
-    output = run_dir / "output.jsonl"
-    slow = ("--vllm.max_num_seqs=2", f"--timeout.heartbeat={limit_s}")  # so that the other is not done before
-    sizes = (TWO, f"--vllm.tensor_parallel_size={width}", f"--generate.max_samples={rows}")
-    pace = config.with_name("pace")
-    pace.touch()  # the job outlives the loss
-    with started(config, run_dir, *sizes, *slow, command=COMMAND, warm=True) as job:
-        wait_for_both(job, output)
-        stopped = job.workers("rollout")[0]
-        os.kill(stopped, signal.SIGSTOP)
-        begun = time.monotonic()
-        job.wait_for_log("is lost")
-        assert time.monotonic() - begun > limit_s - 1  # not before: one interval of heartbeats may have passed
-        until(lambda: len(left := job.workers("rollout")) <= width and stopped not in left, "end of the engine's ranks")
-        assert job.process.poll() is None
-        pace.unlink()
-        code, said = job.wait()
-        job.assert_gone()
-    assert code == 0, said
-    silent = rf"\(pid (\d+)\) is lost: it was not heard from for {limit_s} s"
-    stated = re.search(rf"engine (\d) on \S+ is lost: rank (\d) of engine \d on \S+ {silent}", said)
-    assert stated, said
-    assert (int(stated[1]), int(stated[3])) == (int(stated[2]) // width, stopped)
-    assert re.search(r"its [1-9]\d* rows go to others; 1 of 2 engines are left", said)
-    assert_whole(output, rows)
-    if width == 1:  # sums in another order sample other tokens
-        assert answers(output) == answers(calm / "output.jsonl")
 
 
 @pytest.mark.full

@@ -8,7 +8,6 @@ import pytest
 from process_samples import (
     MB,
     History,
-    Sample,
     cpu_per_100,
     memory_slope,
     more,
@@ -79,27 +78,3 @@ def test_many_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
     history.follow(run_dir, 2, lambda: slurm.job(job)["JobState"] in OVER)
     assert slurm.wait_over(job) == ("COMPLETED", 0), said(run_dir)
     assert_flat(history, run_dir, SLURM_STEPS, SLURM_WARM)
-
-
-def samples(rss: list[float], threads: list[int] | None = None) -> list[Sample]:
-    """Samples after every tenth step, memory in MB."""
-    counts = threads or [5] * len(rss)
-    return [
-        Sample(10 * i, int(mb * MB), 9, count, 0.1 * i) for i, (mb, count) in enumerate(zip(rss, counts, strict=True))
-    ]
-
-
-def test_a_slope_is_that_of_most_points() -> None:
-    leak = samples([100 + 0.2 * i for i in range(50)])
-    assert memory_slope(leak) == pytest.approx(2.0)
-    reports = samples([100 + 80 * (i % 10 == 9) for i in range(50)])
-    assert memory_slope(reports) == 0.0
-    with pytest.raises(ValueError, match="two places"):
-        slope_per_100([(3, 1.0), (3, 2.0)])
-
-
-def test_what_is_opened_and_not_closed_is_found() -> None:
-    calm = samples([1.0] * 30, [5, 7, 5] * 10)
-    assert more(calm) == {}
-    assert more(samples([1.0] * 30, [5] * 20 + [6] * 10)) == {"threads": (5, 6)}
-    assert cpu_per_100(calm) == pytest.approx((1.0, 1.0))

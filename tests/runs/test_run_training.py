@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -12,22 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from attackers import Fire, counted
 from browser import open_page
 from dying_engines import dying_engine, wait_until_started
 from holds import Holds
-from intruders import record
-from open_ports import Listening, Strangers, listening
 from patched_ranks import Call, calls, in_one_piece, noted
 from sums_task import REWARD
-from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
+from training_runs import assert_close_metrics, metrics, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
 from slurm_rlhf.report.page import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.wire.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -257,75 +252,6 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     assert figures[0] == trained[0]
     assert "data set  prompts" in output
     assert "sampled, by source:" in output
-
-
-@pytest.mark.full  # tests/wire and tests/process_groups attack ports one by one
-def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
-    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on.
-
-    And at every port of every process, as soon as it listens: garbage, replays, commands for torch's stores, greetings
-    of gloo, half messages and silence. All are bound to the loopback.
-    """
-    run_dir, holds = config.parent / "attacked", Holds(config)
-    holds.hold("reward-hang")  # the first step waits for the attacks
-    with contextlib.ExitStack() as ending, started(config, run_dir, *WORLD) as run:
-        ending.callback(holds.clear)
-        run.wait_for_ranks()
-        endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
-        recorded = record(endpoint, keys, "actor", 2)
-        known: list[Listening] = []  # when all are connected: looking for them takes time from the attacks
-        come = Strangers(lambda: known or listening([run.process.pid, *run.ranks()]), recorded)
-        with Fire(endpoint, keys, recorded, "actor", 2) as fire, come as strangers:
-            run.wait_for_log("roles: actor x 2")  # every rank has said hello
-            fire.probe()
-            run.wait_for_log("weight transfer group 1: ")
-            ports, early = listening([run.process.pid, *run.ranks()]), strangers.sent.total()
-            known += ports
-            until(lambda: fire.total > 9_900, "attacks")
-            holds.let_go("reward-hang")
-            run.wait_for_step(1)
-            before_training = fire.total
-            run.wait_for_step(STEPS)
-            in_training = fire.total - before_training
-            code, output = run.wait()
-        log = run.log()
-    print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
-    print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
-    met = f"{len(strangers.met)} ports, {strangers.rounds} rounds, {dict(strangers.sent)}, {early} of them before all"
-    print(f"{met} were connected, {strangers.refused} refused")
-    assert code == 0, output
-    assert {each.address for each in ports} == {"127.0.0.1"}
-    assert len({each.pid for each in ports if not each.is_torchrun}) >= 5  # conductor, both of the actor, two engines
-    assert strangers.rounds >= 2
-    assert early > 100
-    assert any(each.is_torchrun for each in strangers.met)  # torch's stores, while roles met there
-    assert {each.address for each in strangers.met} == {"127.0.0.1"}
-    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
-    written = [path for path in run_dir.rglob("*") if not path.is_symlink()]
-    assert any(path.suffix == ".safetensors" for path in written)
-    assert [path for path in written if path.stat().st_mode & 0o007] == []  # it was started with umask 000
-    assert fire.total >= 10_000
-    assert in_training > 100  # the four steps take a second
-    strangers = fire.total - fire.sent["nonsense"]
-    assert counted(log)["connections refused"] >= 0.98 * strangers  # the last ones find the port closed
-    assert counted(log)["messages of no use"] >= 0.9 * fire.sent["nonsense"]
-    assert counted(log)["replayed"] >= len(fire.latencies)  # the probes' hellos
-    assert counted(log)["replies too late"] == 0
-    assert " is lost" not in log
-
-
-@pytest.mark.mpi
-@pytest.mark.full  # test_slurm_mpi proves it of srun, test_mpi_failures starts and stops with mpirun
-def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
-    run_dir = config.parent / "mpi"
-    code, output = train(config, run_dir, *WORLD, command=mpirun(6))
-    assert code == 0, output
-    assert "MPI: 6 ranks on 1 node;" in output
-    assert "no role can be restarted alone" in output
-    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
-    assert json.loads((run_dir / "summary.json").read_text())["world"] == {
-        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
-    }
 
 
 @pytest.fixture(scope="module")

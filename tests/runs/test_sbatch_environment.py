@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -317,33 +316,6 @@ def test_the_gpu_lock_has_what_its_packages_want_of_each_other() -> None:
                 if not wanted.specifier.contains(version, prereleases=True):
                     wrong.append(f"{name} wants {wanted}, the list has {version}")
     assert not wrong
-
-
-@pytest.mark.full
-def test_the_gpu_lock_takes_no_cpu_build_of_torch_where_an_index_has_one(tmp_path: Path) -> None:
-    """By pip itself, from a directory with both."""
-    for name in ("2.13.0", "2.13.0+cpu"):
-        _wheel(tmp_path, "torch", name)
-    line = re.search("^torch=.*", (ROOT / "sbatch" / "gpu.lock").read_text(), re.MULTILINE)
-    assert line is not None
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--no-index"]
-    found = subprocess.run(
-        [*command, f"--find-links={tmp_path}", line[0]],
-        env={"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert "Would install torch-2.13.0\n" in found.stdout, found.stdout + found.stderr
-
-
-def _wheel(directory: Path, name: str, version: str) -> None:
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
 
 
 @pytest.mark.full

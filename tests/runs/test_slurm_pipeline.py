@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
-from pipeline_files import BASE, CHAIN, CHAIN_BASE, FILE, RUN, chain, made
+from pipeline_files import BASE, FILE, made
 from slurm_cluster import CHECKOUT, COMMAND, Cluster
-from sums_task import toml
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -52,57 +50,3 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster) -> None:
     assert slurm.wait_over(job) == ("COMPLETED", 0), Path(f"{root}.log").read_text()
     assert "sft: done, and nothing of it has changed" in Path(f"{root}.log").read_text()
     assert (root / "out" / "better.1" / "model").is_dir()
-
-
-HEADER = """run_dir = "out"
-sbatch = ["--partition=gpu", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000", "--signal=B:USR1@10", "--time=30"]
-"""
-
-
-@pytest.mark.full  # the test above and test_run_pipeline have its parts
-@pytest.mark.timeout(900)
-def test_from_a_base_model_to_an_evaluated_policy(slurm: Cluster) -> None:
-    """PPO fails and stops the evaluation; then both run, then nothing, and after a change of rm all behind it."""
-    file = chain(slurm.shared / "chain")
-    root, out = file.parent, file.parent / "out"
-    file.write_text(HEADER + CHAIN)
-    (root / "run.toml").write_text(toml({**RUN, "train.batch_size": 5}))
-    slurm.run(COMMAND, "pipeline", str(file))
-    first = jobs_of(root)
-    for before, job in itertools.pairwise(first):
-        assert slurm.job(job)["Dependency"].startswith(f"afterok:{before}"), slurm.job(job)["Dependency"]
-    assert [slurm.wait_over(job) for job in first[:3]] == [("COMPLETED", 0), ("COMPLETED", 0), ("FAILED", 2)]
-    assert slurm.wait_over(first[3])[0] == "CANCELLED"
-    assert "32 responses do not divide into optimizer steps" in (out / f"ppo.{first[2]}.log").read_text()
-    assert f"job {first[2]}: FAILED, see {out}/ppo.{first[2]}.log" in slurm.run(COMMAND, "status", str(out))
-
-    (root / "run.toml").write_text(toml(RUN))
-    assert ended(slurm, file) == ["ppo", "judged"]
-    assert json.loads((out / "judged" / "eval.json").read_text())["model"] == str(out / "ppo" / "final")
-    assert ended(slurm, file) == []
-
-    (root / "base.toml").write_text(toml({**CHAIN_BASE, "rm.max_steps": 3}))
-    assert ended(slurm, file) == ["rm", "ppo", "judged"]
-    assert [path.name for path in sorted(out.glob("*.1"))] == ["judged.1", "ppo.1", "rm.1"]
-    lines = slurm.run(COMMAND, "status", str(out)).splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["sft", "sft", "done:"],
-        ["rm", "rm", "done:"],
-        ["ppo", "train", "done:"],
-        ["judged", "eval", "done:"],
-    ]
-    print(*lines, slurm.run(COMMAND, "report", str(out), f"--output={out}.html"), sep="\n", flush=True)
-    assert slurm.left(out, *slurm.names) == []
-
-
-def ended(slurm: Cluster, file: Path) -> list[str]:
-    """Run what is left of a pipeline to its end; the names of its stages."""
-    state = file.parent / "out" / "pipeline.json"
-    before = json.loads(state.read_text())["jobs"]
-    said = slurm.run(COMMAND, "pipeline", str(file))
-    now = json.loads(state.read_text())["jobs"]
-    jobs = {name: int(job) for name, job in now.items() if before.get(name) != job}
-    assert bool(jobs) is ("all stages are done" not in said), said
-    for name, job in jobs.items():
-        assert slurm.wait_over(job) == ("COMPLETED", 0), (file.parent / "out" / f"{name}.{job}.log").read_text()
-    return list(jobs)

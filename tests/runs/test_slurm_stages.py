@@ -65,10 +65,10 @@ def keys(work: Path, stage: str, name: str, nodes: int, zero: int, steps: int) -
     return [f"--{key}={value}" for key, value in given.items()]
 
 
-def by_sbatch(slurm: Cluster, work: Path, stage: str, name: str, nodes: int, zero: int, *more: str) -> int:
+def by_sbatch(slurm: Cluster, work: Path, stage: str, name: str, nodes: int, zero: int) -> int:
     options = (f"--nodes={nodes}", "--cpus-per-task=4", "--mem=8000", "--gres=none", f"--output={work / name}.log")
     words = [f"--export=ALL,STAGE={stage}", "--no-requeue" if name.startswith("whole") else "--requeue"]
-    words += ["sbatch/sft.sh", *keys(work, stage, name, nodes, zero, STEPS), *more]
+    words += ["sbatch/sft.sh", *keys(work, stage, name, nodes, zero, STEPS)]
     return slurm.sbatch(*options, *words, cwd=CHECKOUT)
 
 
@@ -130,33 +130,3 @@ def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
     if not (work / f"{whole}.run").exists():  # of another way
         assert slurm.wait_over(by_sbatch(slurm, work, stage, whole, nodes, zero)) == ("COMPLETED", 0)
     assert timeless_metrics(work / f"{whole}.run") == found
-
-
-@pytest.mark.full  # test_slurm_conductor_node and test_run_failures have nodes that die under PPO
-@pytest.mark.parametrize("first", [False, True])
-def test_a_stage_whose_node_dies_goes_on_on_another_one(slurm: Cluster, work: Path, first: bool) -> None:
-    """Whether the node that is gone has the batch script or a rank alone, the numbers are those of a run in peace."""
-    name = f"died_{first}"
-    job = by_sbatch(slurm, work, "sft", name, 2, 3, "--sft.save_steps=20")
-    slurm.wait_until(lambda: len(timeless_metrics(work / f"{name}.run")) >= 25, "step 25")
-    host = slurm.job(job)["BatchHost"]
-    lost = host if first else next(node for node in slurm.names[:2] if node != host)
-    with slurm.patience(20):
-        slurm.cluster("crash", lost)
-        try:
-            slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
-            slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "end of the first start")
-            slurm.start_soon(job)
-            assert slurm.wait_over(job) == ("COMPLETED", 0), (work / f"{name}.log").read_text()
-            print(
-                (work / f"{name}.log").read_text(), slurm.run(COMMAND, "status", str(work / f"{name}.run")), flush=True
-            )
-            assert lost not in slurm.job(job)["NodeList"]
-        finally:
-            slurm.restart(lost)
-    found = timeless_metrics(work / f"{name}.run")
-    assert [json.loads(row)["step"] for row in found] == list(range(1, STEPS + 1))
-    if not (work / "whole_sft_2.run").exists():
-        assert slurm.wait_over(by_sbatch(slurm, work, "sft", "whole_sft_2", 2, 3)) == ("COMPLETED", 0)
-    assert timeless_metrics(work / "whole_sft_2.run") == found
-    assert slurm.left(work / f"{name}.run", *slurm.names) == []

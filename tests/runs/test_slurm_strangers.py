@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from attackers import counted
 from intruders import record
 from open_ports import Listening, Strangers, listening
 from slurm_cluster import SMALL, Cluster, said
@@ -66,3 +65,10 @@ def lines(slurm: Cluster, words: str) -> list[str]:
 
 def over(slurm: Cluster, job: int) -> bool:
     return slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING")
+
+
+def counted(log: str) -> dict[str, int]:
+    """What the conductor wrote about its control port when it closed it."""
+    (line,) = [line for line in log.splitlines() if "control port:" in line]
+    words = line.partition("control port: ")[2].split(", ")
+    return {name: int(number) for number, _, name in (word.partition(" ") for word in words)}
