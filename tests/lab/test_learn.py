@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import runpy
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import learn
 import numpy as np
 import pytest
 import recipes
 import task
-from learn import points_of, prepare, processes, show, side_of
-from learn_curves import Learned, Point, Side, levels, picture, race, table
+from learn import points_of, prepare
+from learn_curves import Learned, Point, Side, levels, race
 from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap
-from slurm_rlhf.placement.topology import Node, Topology
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 
@@ -73,31 +67,9 @@ def test_the_table_has_both_races() -> None:
     assert "TRL" not in race(OURS, None)
 
 
-def test_the_table_says_what_each_side_computed_with() -> None:
-    ranks = RankMap(Topology((Node("here", 0, 2),)), {"actor": [NodeShare("here", (0, 1), (0, 1))]})
-    used = processes(Config(), ranks, cpus=64)
-    assert used == "actor 2 x 1"
-    runs = [replace(OURS.runs[0], processes=used)]
-    assert "processes x threads: ours actor 2 x 1" in race(Side("ours", runs), PEER).splitlines()
-
-
-def test_the_picture_has_a_line_for_each_run_and_each_mean() -> None:
-    root = ElementTree.fromstring(picture([OURS, PEER], "a < b"))
-    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
-    assert len(lines) == 2 * (2 + 1 + 1)
-    assert {len(line.attrib["points"].split()) for line in lines} == {5}
-    assert {"a < b", "ours", "TRL 1.16.0"} <= {element.text for element in root.iter() if element.tag.endswith("text")}
-
-
 def test_the_curve_of_a_run_leaves_out_its_evaluations() -> None:
     rows = [{"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 5.0, "time/eval": 2.5, "eval": 0.75}]
     assert points_of(rows, 0.5, 256) == [Point(0, 0.0, 0.5), Point(512, 4.5, 0.75)]
-
-
-def test_the_json_object_is_what_the_table_is_made_of() -> None:
-    result = {"sides": [asdict(OURS), asdict(PEER)], "picture": "/x/learn.svg"}
-    assert side_of(result["sides"][0]) == OURS
-    assert show(result).endswith("picture: /x/learn.svg")
 
 
 def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,27 +85,6 @@ def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.Monkey
     config.eval.dataset = ""
     with pytest.raises(ConfigError, match=r"needs eval\.dataset and reward\.remote_url"):
         prepare(config, 120, 10)
-
-
-def test_without_the_peer_it_says_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [str(SBATCH / "quickstart.toml"), f"--out={tmp_path / 'out'}"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert learn.main(words) == 2
-    assert "pip install '.[peer]', or --no-peer" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_says_nothing_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "LIMIT_S", 0.5)
-    with pytest.raises(RunError, match=r"did not end within 0\.5 s; see .*log"):
-        task.run_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
-
-
-def test_a_run_that_fails_is_shown_by_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"ended with 3; all of its output: .*log\nthe reason$"):
-        task.run_process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -207,43 +158,6 @@ def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far
     )
     assert sorted(mixed["rewards"]) == sorted(plain["rewards"])
     assert mixed["rewards"] != plain["rewards"]
-
-
-def test_a_run_that_fails_without_a_curve_ends_the_bench(
-    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(command: list[str], log: Path, read: Callable[[str], None]) -> None:
-        raise RunError("-m slurm_rlhf.cli train ended with 1")
-
-    monkeypatch.setattr(task, "run_process", train)
-    assert bench(tmp_path / "out", "--seeds=1") == 1
-    assert "train ended with 1" in capsys.readouterr().err
-
-
-def test_the_area_is_the_mean_over_samples_however_they_are_spaced() -> None:
-    early = Side("a", [Learned(1, [Point(0, 0, 0.5), Point(100, 1, 0.9), Point(400, 4, 0.9)], 0.0)])
-    late = Side("b", [Learned(1, [Point(0, 0, 0.5), Point(300, 3, 0.5), Point(400, 4, 0.9)], 0.0)])
-    assert early.area() == pytest.approx((0.7 * 100 + 0.9 * 300) / 400)
-    assert "0.550" in table([early, late])
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--recipes="], "give a directory with .toml files, or files of different names"),
-        (["--recipes=a/x.toml,b/x.toml"], "files of different names"),
-        (["--eval.dataset="], "needs a task with eval.dataset"),
-        (["--out=.."], "holds something already: give a new directory"),
-    ],
-)
-def test_what_the_user_has_to_mend(
-    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learn, "check", lambda config: None)
-    monkeypatch.chdir(tmp_path)
-    assert bench(tmp_path / "out", *words) == 2
-    assert named in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 # --- learn peer -------------------------------------------------------------------------------------------------------
