@@ -87,10 +87,6 @@ def test_on_uneven_nodes_each_asks_for_its_own_gpus() -> None:
     assert "--gpus=8" in alone  # also where the role itself has one node
 
 
-def test_only_nodes_that_hold_a_rank_are_used() -> None:
-    assert place(Topology.uniform(["a", "b", "c"], 8), [RoleSize("actor", 2, 8)]).used_nodes == ["a", "b"]
-
-
 def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:
     with pytest.raises(PlacementError, match="critic was started on gpu1, but the rank map has it on gpu3"):
         share_on(ranks(), "critic", "gpu1")
