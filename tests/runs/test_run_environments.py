@@ -19,7 +19,7 @@ from quickstart_model import quickstart_model, with_tool
 from sums_task import toml
 from tiny_models import make_reward
 from training_runs import COMMAND as TRAIN
-from training_runs import Run, metrics, started, timeless, train, workspace
+from training_runs import Run, finished, metrics, started, timeless, workspace
 from waiting import HANG_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -118,8 +118,7 @@ def sheets(folder: Path) -> Path:
 def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp_path: Path, seed: int) -> None:
     """One turn cannot know more than the prompt, which is the same in all rows: at best it says the commonest label."""
     config, files = sheets(tmp_path), [str(SBATCH / name) for name in ("recipes/tools_grpo.toml", "quickstart.toml")]
-    code, output = train(config, tmp_path / "run", f"--train.seed={seed}", command=[*TRAIN, *files], warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "run", f"--train.seed={seed}", command=[*TRAIN, *files])
     labels = Counter(json.loads(line)["label"] for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     one_turn = max(labels.values()) / labels.total()
     rows = metrics(tmp_path / "run")
@@ -151,8 +150,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     config.write_text(config.read_text() + OTHER_SOURCE)
     game.write_text(LOOK)
     words = (*TURNS, f"--reward.model_name_or_path={make_reward(folder / 'scores')}", "--ckpt.save_steps=0")
-    code, output = train(config, folder / "run", *words, f"--env.path={game}", warm=True)
-    assert code == 0, output
+    finished(config, folder / "run", *words, f"--env.path={game}")
     return Played(config, words, folder / "run", game)
 
 
@@ -205,8 +203,7 @@ def _status(run_dir: Path, *words: str) -> str:
 def test_two_turns_learn_what_one_cannot_and_eval_plays_them(played: Played, tmp_path: Path) -> None:
     """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
     words = (*played.words, f"--env.path={played.game}", "--train.max_steps=48")
-    code, output = train(played.config, tmp_path / "run", *words, warm=True)
-    assert code == 0, output
+    finished(played.config, tmp_path / "run", *words)
     # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
     assert statistics.mean(row["reward"] for row in metrics(tmp_path / "run")[-8:]) > 0.85
     config = tmp_path / "eval.toml"
@@ -215,8 +212,7 @@ def test_two_turns_learn_what_one_cannot_and_eval_plays_them(played: Played, tmp
         (tmp_path / name).symlink_to(played.config.parent / name)
     words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={played.game}")
     words += (f"--model={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
-    code, output = train(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"], warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"])
     lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
     assert len(lines) == 24
     assert statistics.mean(line["score"] for line in lines) > 0.85

@@ -15,7 +15,7 @@ from held_runs import ENGINE
 from holds import HOLD, Holds
 from patched_ranks import patched_engines
 from sums_task import REWARD
-from training_runs import metrics, started, summary, timeless, train, workspace
+from training_runs import finished, metrics, started, summary, timeless, workspace
 from waiting import scaled
 from whole_run import SMALL, WORLD, small_run, whole_run
 
@@ -121,8 +121,7 @@ def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
     calm = small_run(tmp_path_factory)
     run_dir, words = calm.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
     with dying(run_dir.with_suffix(".deaths"), [Death("rollout", -1, "sync_receive", 3)]):
-        code, output = train(calm.parent / "run.toml", run_dir, *SMALL, *words, warm=True)
-    assert code == 0, output
+        output = finished(calm.parent / "run.toml", run_dir, *SMALL, *words)
     assert "role rollout died: rank 0 of engine 0" in output
     assert "restart 1 of 3 in this job: actor, critic, rollout start again" in output
     assert "step_000001 at step 1/2" in output

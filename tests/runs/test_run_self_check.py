@@ -15,7 +15,7 @@ from kit_gpus import visible
 from patched_ranks import patched_engines
 from random_models import make_model
 from safetensors import safe_open
-from training_runs import metrics, started, train, workspace
+from training_runs import finished, metrics, started, workspace
 from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
@@ -118,8 +118,7 @@ def test_fp16_in_trainer_and_engine(tmp_path: Path) -> None:
     config = workspace(tmp_path / "work")
     words = ["--ds.param_dtype=fp16", "--ds.fp32_lm_head=true", "--ds.initial_scale_power=20"]
     run_dir = tmp_path / "run"
-    code, output = train(config, run_dir, *words, f"--train.max_steps={STEPS}", "--eval.dataset=", warm=True)
-    assert code == 0, output
+    finished(config, run_dir, *words, f"--train.max_steps={STEPS}", "--eval.dataset=")
     rows = metrics(run_dir)
     assert len(rows) == STEPS
     for role in ("actor", "critic"):

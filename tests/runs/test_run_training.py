@@ -16,7 +16,7 @@ from dying_engines import dying_engine, wait_until_started
 from holds import Holds
 from patched_ranks import Call, calls, in_one_piece, noted
 from sums_task import REWARD
-from training_runs import assert_close_metrics, metrics, started, timeless, train
+from training_runs import assert_close_metrics, finished, metrics, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
@@ -169,8 +169,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
         run.process.kill()
         run.process.communicate()
         run.assert_gone()
-    code, output = train(config, run_dir, *WORLD, warm=True)
-    assert code == 0, output
+    output = finished(config, run_dir, *WORLD)
     assert "resuming from" in output
     assert "self-check, first update: mean ratio 1" in output
     changed = re.search(r"^changed since step \d: .*ckpt.async_save true -> false", output, re.M)
@@ -188,8 +187,7 @@ def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, 
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
     words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
-    code, output = train(config, run_dir, *words, warm=True)
-    assert code == 0, output
+    output = finished(config, run_dir, *words)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
     # The line of step 2 comes with its evaluation, which went on when the checkpoint was written.
@@ -235,8 +233,7 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
         job.process.kill()
         job.assert_gone()
     before = (out / "output.jsonl").read_bytes().count(b"\n")
-    code, output = train(config, out, *words, command=eval_command, warm=True)
-    assert code == 0, output
+    output = finished(config, out, *words, command=eval_command)
     assert 5 <= before < 120
     assert "are there from before" in output
     ours = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
@@ -268,8 +265,7 @@ def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Pat
 
 def test_evaluations_with_the_training_change_none_of_its_metrics(config: Path, small: Path) -> None:
     run_dir = config.parent / "alongside"
-    code, output = train(config, run_dir, *SMALL, *EVALUATED, warm=True)
-    assert code == 0, output
+    output = finished(config, run_dir, *SMALL, *EVALUATED)
     assert "evaluation of step 1: " in output
     rows = [{name: value for name, value in row.items() if "eval" not in name} for row in metrics(run_dir)]
     alone = [{name: value for name, value in row.items() if "eval" not in name} for row in metrics(small)]
@@ -282,8 +278,7 @@ def colocated(config: Path) -> tuple[Path, list[Call]]:
     """(run directory, what its ranks did) of the small run on one slot in place of three."""
     run_dir = config.parent / "colocated"
     with noted(config.parent / "noted") as file:
-        code, output = train(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true", warm=True)
-    assert code == 0, output
+        finished(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true")
     return run_dir, calls(file)
 
 

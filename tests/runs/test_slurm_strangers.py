@@ -6,7 +6,7 @@ import pytest
 from intruders import record
 from open_ports import Listening, Strangers, listening
 from slurm_cluster import SMALL, Cluster, said
-from training_runs import metrics, timeless, train, workspace
+from training_runs import finished, metrics, timeless, workspace
 
 from slurm_rlhf.wire.auth import RunKeys
 
@@ -22,8 +22,7 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
     """They come from the login node to every port of every process of both nodes, as soon as it listens."""
     config = workspace(slurm.shared / "ways")
     calm, run_dir = config.parent / "calm", slurm.shared / "visited"
-    code, output = train(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2", warm=True)
-    assert code == 0, output
+    finished(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2")
 
     job = slurm.submit(config, run_dir, NODES, *SMALL, *LENGTH)
     words = f"--run_dir={run_dir}"

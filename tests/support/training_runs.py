@@ -155,6 +155,13 @@ def train(
         return run.wait()
 
 
+def finished(config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> str:
+    """A whole run that succeeds, its processes forked; what it printed."""
+    code, output = train(config, run_dir, *overrides, command=command, warm=True)
+    assert code == 0, output
+    return output
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; docs/metrics.md explains each name in them."""
     file = run_dir / "metrics.jsonl"
