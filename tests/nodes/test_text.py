@@ -35,15 +35,6 @@ def test_torchrun_lines(role: str, node: str, store: str) -> None:
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 
-def test_workers_are_numbered_as_in_the_rank_map_on_every_node() -> None:
-    for role in ("actor", "critic", "rollout"):
-        for share in ranks().roles[role]:
-            words = torchrun_command(spec(role), ranks(), share.node, "logs")
-            assert f"--first_rank={share.ranks[0]}" in words
-            assert f"--nproc-per-node={len(share.ranks)}" in words
-            assert f"--world={ranks().world(role)}" in words
-
-
 def test_environment_of_a_node() -> None:
     step = {
         "PATH": "/bin",

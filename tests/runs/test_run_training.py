@@ -8,13 +8,13 @@ import os
 import re
 import statistics
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from browser import open_page
-from dying_engines import dying_engine, wait_until_started
 from holds import Holds
-from patched_ranks import Call, calls, in_one_piece, noted
+from patched_ranks import Call, calls, in_one_piece, noted, patched_engines
 from sums_task import REWARD
 from training_runs import assert_close_metrics, finished, metrics, started, timeless, train
 from waiting import HANG_S, until
@@ -25,6 +25,58 @@ from slurm_rlhf.report.page import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+# --- an engine that kills itself --------------------------------------------------------------------------------------
+
+
+DYING = """
+import os, signal, time
+from pathlib import Path
+
+PLACE = Path({place!r})
+
+def die(when):
+    (PLACE / "hold").mkdir(exist_ok=True)
+    (PLACE / "hold" / "reward-hang").touch()
+    (PLACE / when).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def once(when):
+    return not (PLACE / when).exists()
+
+def change(module):
+    step, load = module.VllmEngine.step, module.VllmEngine.load
+
+    def dying_step(engine):
+        landed = step(engine)
+        status = engine.status
+        if status.version == 1 and status.unfinished and status.sampled > 60 and once("generation"):
+            die("generation")
+        return landed
+
+    def dying_load(engine, weights, version):
+        def some(weights):
+            for number, each in enumerate(weights):
+                if number == 3 and version == 2 and once("update"):
+                    die("update")
+                yield each
+        return load(engine, some(weights), version)
+
+    module.VllmEngine.step, module.VllmEngine.load = dying_step, dying_load
+"""
+
+
+def dying_engine(place: Path) -> AbstractContextManager[None]:
+    """Engine 1 dies in the middle of a batch, and of an update, in runs in `place` that start within it.
+
+    Each time the reward function waits from then on, until the test lets it go: so an engine can come back before the
+    run, whose steps take tenths of a second, is over.
+    """
+    return patched_engines(place / "dying", DYING.format(place=str(place)), ("1",))
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +176,7 @@ def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
     world = (*WORLD, f"--reward.remote_url={tmp_path / 'reward.py'}")
     with dying_engine(tmp_path), started(config, tmp_path / "run", *world, warm=True) as run:
         for start, when in ((2, "generation"), (3, "update")):
-            wait_until_started(run, 1, start)
+            run.wait_until(lambda times=start: run.log().count("engine 1 has started") >= times, f"start {start}")
             assert (tmp_path / when).exists()
             holds.let_go("reward-hang")
         code, output = run.wait()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -87,44 +85,3 @@ def requeued(slurm: Cluster, job: int) -> None:
     """Wait until a job is back in the queue, and spare it the pause there; while it completes it takes no update."""
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "end of the first start")
     slurm.start_soon(job)
-
-
-def test_a_conductor_that_is_killed_alone_ends_its_job_and_nobody_requeues_it(slurm: Cluster) -> None:
-    """With `--no-kill`, on a node that lives: its batch script is over, and Slurm ends what waits on other nodes."""
-    run_dir = slurm.shared / "killed_alone"
-    job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
-    os.kill(conductor(slurm, run_dir), signal.SIGKILL)
-    assert slurm.wait_over(job) == ("FAILED", 0)
-    gone = slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
-    print(f"gone after {gone:.0f} s")
-    assert slurm.job(job)["Restarts"] == "0"
-    assert list((run_dir / ".control").glob("headless.*")) == []
-
-
-def test_a_first_node_that_is_back_before_slurm_misses_it_costs_one_requeue(slurm: Cluster) -> None:
-    """It was rebooted: its slurmd says that the batch script is gone, and Slurm itself requeues the job."""
-    run_dir = slurm.shared / "rebooted"
-    job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
-    slurm.cluster("crash", FIRST)
-    try:
-        slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks")
-        assert slurm.agents(*OTHERS)  # they wait
-    finally:
-        slurm.restart(FIRST)
-    back = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
-    slurm.wait_until(lambda: not slurm.agents(*OTHERS), "end of what waits")
-    requeued(slurm, job)
-    slurm.wait_until(lambda: "resuming from" in said(run_dir), "next start")
-    print(f"requeued {back:.0f} s after its first node was back")
-    assert slurm.job(job)["Restarts"] == "1"
-    assert list((run_dir / ".control").glob("headless.*")) == []
-    slurm.run("scancel", str(job))
-    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
-
-
-def conductor(slurm: Cluster, run_dir: Path) -> int:
-    """Its process id."""
-    lines = slurm.numbered(FIRST)
-    return min(
-        pid for pid, line in lines if f"--run_dir={run_dir}" in line and " train " in line and "srun" not in line
-    )
