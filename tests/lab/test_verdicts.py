@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from campaign import watch as watching
 from campaign.draw import delay_s, draw
-from campaign.faults import BORNE, EITHER, STOPS, Fault, all_faults
+from campaign.faults import BORNE, STOPS, Fault, all_faults
 from campaign.injection import INJECT, function_of
 from campaign.verdicts import (
     ENDED,
@@ -128,9 +128,6 @@ def test_a_fault_that_breaks_nothing() -> None:
     assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
     stop = dataclasses.replace(KILL, phase="export", does=STOPS)
     assert judge(stop, seen(**on, hit_phase="export")).problems == []
-    either = dataclasses.replace(KILL, does=EITHER)
-    assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
-    assert judge(either, seen(stated="")).problems == ["the culprit is not named"]
 
 
 def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:

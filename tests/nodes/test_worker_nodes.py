@@ -1,4 +1,4 @@
-"""Where reward.workers_num_nodes and cluster.spares count: layout, preflight, a step, a job that is submitted, MPI."""
+"""Where reward.workers_num_nodes and cluster.spares count: layout, preflight, a step, a job that is submitted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.examination import Evidence, Question, judge
 from slurm_rlhf.nodes.facts import NodeFacts
-from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.nodes.needs import needs_of
 from slurm_rlhf.nodes.srun import step_command, workers_step
 from slurm_rlhf.nodes.submitit_job import slurm_parameters
@@ -92,18 +91,6 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
     assert slurm_parameters(config(1))["slurm_additional_parameters"]["no-kill"] is True
     asked.slurm.nodes = 5  # what the user says is the whole job
     assert slurm_parameters(asked)["slurm_additional_parameters"]["nodes"] == 5
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (config(1), r"reward.workers_num_nodes does not work with mpirun.*Leave the key out"),
-        (config(0, spares=1), r"cluster.spares does not work with mpirun: there every process holds a rank"),
-    ],
-)
-def test_mpi_has_none(asked: Config, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        place_processes(asked, [Process("n1", (0,), ())] * 4, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 4, 0))
 
 
 def test_their_step_has_all_of_each_node_and_outlives_one() -> None:

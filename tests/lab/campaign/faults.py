@@ -31,9 +31,8 @@ CONDUCTOR: Final = "conductor"
 TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic rank 0"), ("critic rank 0", "conductor"))
 """Pairs of which the second is killed while the run deals with the end of the first."""
 
-HURTS, BORNE, STOPS, EITHER = "hurts", "borne", "stops", "either"
-"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order; or
-break it or not, by when it strikes."""
+HURTS, BORNE, STOPS = "hurts", "borne", "stops"
+"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order."""
 
 
 @dataclass(frozen=True, slots=True)
