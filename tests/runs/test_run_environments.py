@@ -244,27 +244,6 @@ def _status(run_dir: Path, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
-@pytest.mark.full  # a tool is learned above; test_run_training has the command, and generate below the environments
-def test_two_turns_learn_what_one_cannot_and_eval_plays_them(played: Played, tmp_path: Path) -> None:
-    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
-    words = (*played.words, f"--env.path={played.game}", "--train.max_steps=48")
-    finished(played.config, tmp_path / "run", *words)
-    # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
-    assert statistics.mean(row["reward"] for row in metrics(tmp_path / "run")[-8:]) > 0.85
-    config = tmp_path / "eval.toml"
-    config.write_text(played.config.read_text().replace(OTHER_SOURCE, ""))
-    for name in ("eval.jsonl", "prompts.jsonl", "model"):
-        (tmp_path / name).symlink_to(played.config.parent / name)
-    words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={played.game}")
-    words += (f"--model={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
-    finished(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"])
-    lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
-    assert len(lines) == 24
-    assert statistics.mean(line["score"] for line in lines) > 0.85
-    digits = ["37"[sum(map(ord, line["prompt"])) % 2] * 6 for line in lines]
-    assert all(digit in line["response"] for digit, line in zip(digits, lines, strict=True))
-
-
 def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:
     config = generation_workspace(tmp_path, 160)
     fault = '        1 / (len(row["input"]) % 5)\n'

@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import pytest
@@ -67,39 +66,13 @@ if role and "LOCAL_RANK" in os.environ:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
-    role: str
-    rank: int
-    method: str
-    count: int  # of the calls that its process has taken, from 1
+Death = tuple[str, int, str, int]
+"""Role, rank, method, and the number of the call among those that its process has taken, from 1."""
 
 
 def dying(directory: Path, deaths: Sequence[Death]) -> AbstractContextManager[None]:
     """Ranks of runs that start within it die so: one process each, whichever comes there first."""
-    listed = json.dumps([astuple(death) for death in deaths])
-    return patched(directory, _SOURCE, TEST_DEATHS=listed, TEST_DEAD=str(directory / "dead"))
-
-
-def trainers_die(config: Path, run_dir: Path, words: Sequence[str], deaths: Sequence[Death]) -> None:
-    """A whole run of four steps in which an actor dies, then a critic: both times the trainers start again."""
-    with dying(run_dir.with_suffix(".deaths"), deaths), started(config, run_dir, *words, warm=True) as run:
-        run.wait_for_file("logs/rollout.*.1.log")
-        engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
-        run.wait_for_file("eval/step_000003.json")
-        assert sorted(run.workers("rollout")) == engines
-        assert not set(run.workers("actor")) & set(actors)
-        code, output = run.wait()
-        run.assert_gone()
-    assert code == 0, output
-    assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in output
-    assert "there is no checkpoint yet: the run begins anew, with the initial weights" in output
-    assert "restart 2 of 3 in this job" in output
-    assert "step_000002 at step 2/4" in output
-    found = [event.text for event in read_events(run_dir / "events.jsonl") if event.event == "restart"]
-    died = [re.match(r"role (\w+) died: rank (\d) on \S+ \(pid \d+\) was killed by SIGKILL", text) for text in found]
-    assert [one and one[1] for one in died] == ["actor", "critic"]
-    assert [why in text for why, text in zip(summary(run_dir)["restarts"], found, strict=True)] == [True, True]
+    return patched(directory, _SOURCE, TEST_DEATHS=json.dumps(deaths), TEST_DEAD=str(directory / "dead"))
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
@@ -177,9 +150,25 @@ def test_trainers_that_die_start_again_with_the_engines(tmp_path_factory: pytest
     """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
     The engines live through both, and the numbers are those of the undisturbed run.
     """
-    calm, deaths = whole_run(tmp_path_factory), [Death("actor", 1, "train_step", 3), Death("critic", 0, "values", 3)]
+    calm, deaths = whole_run(tmp_path_factory), [("actor", 1, "train_step", 3), ("critic", 0, "values", 3)]
     run_dir = calm.config.parent / "restarted"
-    trainers_die(calm.config, run_dir, WORLD, deaths)
+    with dying(run_dir.with_suffix(".deaths"), deaths), started(calm.config, run_dir, *WORLD, warm=True) as run:
+        run.wait_for_file("logs/rollout.*.1.log")
+        engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
+        run.wait_for_file("eval/step_000003.json")
+        assert sorted(run.workers("rollout")) == engines
+        assert not set(run.workers("actor")) & set(actors)
+        code, output = run.wait()
+        run.assert_gone()
+    assert code == 0, output
+    assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in output
+    assert "there is no checkpoint yet: the run begins anew, with the initial weights" in output
+    assert "restart 2 of 3 in this job" in output
+    assert "step_000002 at step 2/4" in output
+    found = [event.text for event in read_events(run_dir / "events.jsonl") if event.event == "restart"]
+    died = [re.match(r"role (\w+) died: rank (\d) on \S+ \(pid \d+\) was killed by SIGKILL", text) for text in found]
+    assert [one and one[1] for one in died] == ["actor", "critic"]
+    assert [why in text for why, text in zip(summary(run_dir)["restarts"], found, strict=True)] == [True, True]
     assert timeless(metrics(run_dir)) == timeless(metrics(calm.run_dir))
 
 
@@ -190,7 +179,7 @@ def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
     """It is killed when it gets the weights for step 2: the numbers are those of roles with slots of their own."""
     calm = small_run(tmp_path_factory)
     run_dir, words = calm.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
-    with dying(run_dir.with_suffix(".deaths"), [Death("rollout", -1, "sync_receive", 3)]):
+    with dying(run_dir.with_suffix(".deaths"), [("rollout", -1, "sync_receive", 3)]):
         output = finished(calm.parent / "run.toml", run_dir, *SMALL, *words)
     assert "role rollout died: rank 0 of engine 0" in output
     assert "restart 1 of 3 in this job: actor, critic, rollout start again" in output
@@ -199,9 +188,6 @@ def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
 
 
 # --- run hangs --------------------------------------------------------------------------------------------------------
-
-
-# --- an engine that hangs ---------------------------------------------------------------------------------------------
 
 
 """An engine that a test makes hang and lets go again, as `campaign.holds` does with the rest of a run."""
@@ -218,9 +204,6 @@ def change(module):
         return step(engine)
     module.VllmEngine.step = endless_step
 """
-
-
-# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 HELD = (

@@ -16,7 +16,7 @@ import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from small_disk import small_disk
 from training_runs import Run, finished, started, summary, workspace
-from waiting import HANG_S, until
+from waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -154,33 +154,6 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, full
     assert "1 of 2 engines are left" in said
     assert sorted("SIGKILL" in engine["lost"] for engine in summary(run_dir)["engines"]) == [False, True]
     assert output.read_bytes().startswith(kept)
-    assert_whole(output, ROWS)
-    assert answers(output) == answers(calm / "output.jsonl")
-
-
-def wait_for_both(job: Run, output: Path) -> None:
-    """Until both engines have answered."""
-    until(lambda: {0, 1} <= {line["engine"] for line in lines_of(output)} or job.process.poll() is not None, "answers")
-    assert job.process.poll() is None, job.wait()
-
-
-@pytest.mark.full
-def test_late_answers_of_an_engine_that_was_stopped_are_not_written_again(
-    config: Path, calm: Path, tmp_path: Path
-) -> None:
-    """The other engine has nothing else to do and takes its rows; then it goes on, and answers them, too."""
-    run_dir = tmp_path / "job"
-    output = run_dir / "output.jsonl"
-    words = (TWO, "--vllm.max_num_seqs=2", f"--timeout.heartbeat={HANG_S}")  # it is given up after that
-    with started(config, run_dir, *words, command=COMMAND, warm=True) as job:
-        wait_for_both(job, output)
-        stopped = job.workers("rollout")[0]
-        os.kill(stopped, signal.SIGSTOP)
-        wait_for_lines(job, output, (ROWS - 2) * SAMPLES)
-        os.kill(stopped, signal.SIGCONT)
-        code, said = job.wait()
-    assert code == 0, said
-    assert "is lost" not in said
     assert_whole(output, ROWS)
     assert answers(output) == answers(calm / "output.jsonl")
 

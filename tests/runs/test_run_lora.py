@@ -6,21 +6,17 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from sums_task import SPREAD
 from training_runs import finished, metrics, summary, timeless, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LORA = ("--lora.rank=4", "--lora.alpha=8", "--actor.learning_rate=0.01", "--eval.dataset=")
-# The responses to a prompt nearly always differ in it: every step has a gradient.
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("lora"), REWARD)
+    return workspace(tmp_path_factory.mktemp("lora"), SPREAD)
 
 
 def test_ppo_with_engines_of_two_ranks_goes_on_bit_for_bit(config: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from patched_ranks import Call, calls, noted
+from sums_task import SPREAD
 from tiny_models import make_reward
 from training_runs import COMMAND, Run, finished, metrics, saved, summary, timeless, train, workspace
 
@@ -29,16 +30,11 @@ MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batc
 """What the quickstart switches off in a recipe, because its answers are short and its batches small."""
 ROLES = {"ppo": {"critic", "reference"}, "reinforce_pp": {"reference"}, "rloo": {"reference"}}
 """Roles of a recipe but the actor and the engines."""
-# Of rows of a group without spread there is no gradient: a reward by which responses to a prompt always differ.
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("recipes"), REWARD)
+    return workspace(tmp_path_factory.mktemp("recipes"), SPREAD)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in RECIPES])

@@ -191,7 +191,7 @@ def test_no_critic_and_no_reference_ran_or_were_saved(run: tuple[Path, str]) -> 
     assert list((run_dir / "final").glob("*.safetensors"))
 
 
-def test_the_plan_has_no_row_of_tsuccessors(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_no_row_of_theirs(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     """From the configuration that the run left behind, by the command line."""
     assert main(["plan", str(run[0] / "runs" / "from_python" / "config.toml"), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["world"]) == {"actor", "rollout"}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,12 @@ def torchrun(ranks: int, timeout_s: float = 150.0, program: str = __file__, **re
     assert process.returncode == 0, output[-6000:]
 
 
-if __name__ == "__main__":
+def as_rank(main: Callable[[], None]) -> None:
+    """Leave after `main` as a rank of a run does: the interpreter's teardown of torch and gloo can abort."""
     main()
     sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    as_rank(main)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
-from training_ranks import make_config, make_experience, share, torchrun
+from training_ranks import as_rank, make_config, make_experience, share, torchrun
 from waiting import scaled
 
 from slurm_rlhf.config.schema import Config
@@ -157,6 +157,4 @@ def test_what_is_no_reward_model_is_refused(models: Path, tmp_path: Path) -> Non
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

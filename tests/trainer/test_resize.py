@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
-from training_ranks import make_config, make_experience, parameters, share, torchrun
+from training_ranks import as_rank, make_config, make_experience, parameters, share, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -144,6 +144,4 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)
