@@ -42,21 +42,6 @@ class Environment:
             return self.digit * 6, 0.0, False
         return None, messages[-1]["content"].count(self.digit) / 4, True
 '''
-GUESS = '''
-class Environment:
-    """Has one of the digits guessed: says whether it is higher or lower, and rewards the right one."""
-
-    def reset(self, row):
-        self.digit = "357"[sum(map(ord, row["input"])) % 3]
-
-    def step(self, messages):
-        guess = messages[-1]["content"][:1]
-        if guess == self.digit:
-            return None, 1.0, True
-        return ("++" if guess.isdigit() and guess < self.digit else "--"), 0.0, False
-'''
-
-
 OTHER_SOURCE = """
 [[reward.sources]]
 name = "model"
@@ -247,7 +232,7 @@ def _status(run_dir: Path, *words: str) -> str:
 def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:
     config = generation_workspace(tmp_path, 160)
     fault = '        1 / (len(row["input"]) % 5)\n'
-    (tmp_path / "game.py").write_text(GUESS.replace("        self.digit", f"{fault}        self.digit", 1))
+    (tmp_path / "game.py").write_text(LOOK.replace("        self.digit", f"{fault}        self.digit", 1))
     overrides = ("--reward.remote_url=", "--env.max_turns=2", "--generate.max_samples=12", "--env.workers=2")
     words = (*overrides, f"--env.path={tmp_path / 'game.py'}")
     with started(config, tmp_path / "run", *words, command=COMMAND, warm=True) as job:

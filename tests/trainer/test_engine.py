@@ -23,6 +23,7 @@ from training_ranks import (
     TERM_COEF,
     WARMUP,
     all_terms,
+    as_rank,
     make_config,
     make_experience,
     share,
@@ -329,6 +330,4 @@ def test_stages_and_ways_of_gathering_sample_the_same(found: list[dict[str, Any]
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)
+    as_rank(main)
