@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lookalikes import llama_like
-from random_models import tiny_tokenizer
+from random_models import saved_tokenizer, tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.order import OrderKeys, PromptOrder
@@ -24,18 +24,13 @@ from slurm_rlhf.errors import CheckpointError, DataError, ModelError
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(directory)
-    return Tokenizer.load(directory)
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("chat")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer"
-    tokenizer.save_pretrained(directory)
-    return Tokenizer.load(directory)
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer"
+    return saved_tokenizer(tmp_path_factory.mktemp("chat"), template)
 
 
 def write(directory: Path, *rows: Any) -> Path:

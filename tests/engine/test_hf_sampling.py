@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from random_models import tiny_tokenizer
+from random_models import saved_tokenizer
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -30,8 +31,7 @@ def row(seed: int = 0, **sampling: Any) -> SampledRow:
 @functools.cache
 def read_tokenizer() -> Tokenizer:
     with tempfile.TemporaryDirectory() as directory:
-        tiny_tokenizer().save_pretrained(directory)
-        return Tokenizer.load(directory)
+        return saved_tokenizer(Path(directory))
 
 
 def taken(made: SampledRow, text: str, ends: frozenset[int] = frozenset({EOS})) -> SampledRow:

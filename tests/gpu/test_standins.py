@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from gpu_ipc import Ledger
-from gpu_signatures import Mismatch, of_binding
+from gpu_signatures import Mismatch
 from gpu_standins import FakeCuda, NoStandIn, check_signature, fake_cuda
 from torch.distributed import HashStore
 
@@ -17,26 +19,6 @@ from torch.distributed import HashStore
 def cuda():
     with fake_cuda(["GPU-a", "GPU-b"], memory=1 << 20) as fake:
         yield fake
-
-
-def test_tensors_say_where_they_are(cuda: FakeCuda):
-    here = torch.arange(6, dtype=torch.float32)
-    there = here.to("cuda", non_blocking=True)
-    assert (there.device, there.is_cuda, there[2:].device) == (torch.device("cuda:0"), True, torch.device("cuda:0"))
-    assert here.device.type == "cpu"
-    assert (there * 2).device == there.device
-    assert torch.empty_like(there).is_cuda
-    assert not torch.empty_like(there, device="cpu").is_cuda
-    assert not cuda.syncs
-    assert there.cpu().tolist() == here.tolist()
-    assert cuda.syncs == {"to": 1}
-    assert float(there.sum()) == 15.0
-    assert sum(cuda.syncs.values()) == 2
-    assert torch.cuda.memory_allocated() >= 24
-    weight = torch.nn.Linear(2, 2).to("cuda").weight
-    assert weight.is_cuda
-    weight.sum().backward()
-    assert weight.grad.is_cuda
 
 
 def test_what_cuda_refuses(cuda: FakeCuda):
@@ -61,15 +43,6 @@ def test_an_unknown_function_of_torch_cuda_fails_loudly(cuda: FakeCuda):
         torch.cuda.syncronize()
     with pytest.raises(TypeError):
         torch.cuda.synchronize(0, 1)
-
-
-def test_cuda_is_absent_again_afterwards():
-    with fake_cuda():
-        assert torch.cuda.is_available()
-    assert not torch.cuda.is_available()
-    # What a CPU build says, and a CUDA build on a machine without a driver.
-    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
-        torch.empty(1, device="cuda")
 
 
 def test_streams_have_to_wait(cuda: FakeCuda):
@@ -139,57 +112,31 @@ def test_what_the_host_of_a_process_does_not_know_to_be_over_is_not_for_others()
         ledger.close()
 
 
-# What check_signature compares: a library's class and stand-ins for it.
-
-
 class Real:
-    def __init__(self, model: str, seed: int = 0) -> None:
-        self.model = model
+    """A library's class."""
 
-    def step(self, tokens: list[int], *, tags: list[str] | None = None) -> int:
-        return len(tokens)
+    def __init__(self, model: str, seed: int = 0) -> None: ...
 
-
-class Good:
-    def __init__(self, model: str) -> None: ...
-
-    def step(self, tokens: list[int]) -> int:
-        return 0
+    def step(self, tokens: list[int], *, tags: list[str] | None = None) -> int: ...
 
 
-class Renamed(Good):
-    def step(self, ids: list[int]) -> int:
-        return 0
-
-
-class Swallows(Good):
-    def step(self, *args: object) -> int:
-        return 0
-
-
-class Lenient(Good):
-    def step(self, tokens: list[int] | None = None) -> int:
-        return 0
-
-
-class Invents(Good):
-    def advance(self) -> None: ...
-
-
-class Forgets(Good):
-    def __init__(self) -> None: ...
-
-
-def test_the_check_accepts_what_is_right():
-    check_signature(Real, Good)
-    check_signature(Real.step, Real.step)
-
-
-@pytest.mark.parametrize("broken", [Renamed, Swallows, Lenient, Invents, Forgets])
-def test_a_broken_signature_is_caught(broken: type):
+@pytest.mark.parametrize(
+    ("init", "step", "right"),
+    [
+        (lambda self, model: None, lambda self, tokens: 0, True),
+        (lambda self, model: None, lambda self, ids: 0, False),
+        (lambda self, model: None, lambda self, *args: 0, False),
+        (lambda self, model: None, lambda self, tokens=None: 0, False),
+        (lambda self: None, lambda self, tokens: 0, False),
+    ],
+    ids=["right", "renamed", "swallows", "lenient", "forgets"],
+)
+def test_a_broken_signature_is_caught(init: Any, step: Any, right: bool) -> None:
     """The honesty of the check itself."""
-    with pytest.raises(Mismatch):
-        check_signature(Real, broken)
+    with nullcontext() if right else pytest.raises(Mismatch):
+        check_signature(Real, type("Fake", (), {"__init__": init, "step": step}))
+    with pytest.raises(Mismatch, match="has no advance"):
+        check_signature(Real, type("Invents", (), {"__init__": init, "advance": step}))
 
 
 def test_a_stand_in_that_torch_would_refuse_is_caught_when_it_is_installed(monkeypatch: pytest.MonkeyPatch):
@@ -203,13 +150,6 @@ def test_a_stand_in_that_torch_would_refuse_is_caught_when_it_is_installed(monke
     monkeypatch.setattr(Cuda, "flush", lambda self: None, raising=False)
     with pytest.raises(AssertionError, match=r"torch\.cuda has no flush"):
         FakeCuda().install()
-
-
-def test_bindings_are_read_from_their_docstrings():
-    backend = torch._C._distributed_c10d.Backend
-    assert [list(each.parameters) for each in of_binding(backend._start_coalescing.__doc__)] == [[]]
-    assert [list(each.parameters) for each in of_binding(backend.send.__doc__)] == [["tensors", "dstRank", "tag"]]
-    assert len(of_binding(backend.allreduce.__doc__)) == 3
 
 
 def test_a_bare_nccl_group_takes_what_its_bindings_take(cuda: FakeCuda):

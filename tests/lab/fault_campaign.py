@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 import warm_runs
 from campaign.draw import draw, runnable
-from campaign.faults import NEEDS, all_faults, named
+from campaign.faults import all_faults, named
 from campaign.leader import Leader, ThisMachine
 from campaign.result import carried_out
 from campaign.warm import WarmStart
@@ -47,14 +47,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _campaign(options: argparse.Namespace) -> int:
     try:
-        chosen = named(all_faults(), options.only)
+        can = runnable(named(all_faults(), options.only))
     except re.error as error:
         raise ConfigError(f"--only={options.only}: no regular expression: {error}") from None
-    can = runnable(chosen)
     drawn = draw(can, options.faults, options.seed)
     if options.list:
-        absent = (f"{fault.name} ({NEEDS[fault.needs]})" for fault in chosen if fault not in can)
-        print("\n".join([*(fault.name for fault in drawn), *absent]))
+        print("\n".join(fault.name for fault in drawn))
         return 0
     if not drawn:
         raise ConfigError(f"--only={options.only}: no fault that this machine can run has such a name (--list)")

@@ -24,7 +24,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from random_models import ARCHITECTURES, make_model
-from training_ranks import TEMPERATURE, make_config, make_experience, parameters, share, weigh
+from training_ranks import TEMPERATURE, as_rank, make_config, make_experience, parameters, share, weigh
 
 from slurm_rlhf.config.keys import put
 
@@ -173,7 +173,5 @@ def main(words: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
-        rank(Path(sys.argv[2]), sys.argv[3:])
-        sys.stdout.flush()
-        os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+        as_rank(lambda: rank(Path(sys.argv[2]), sys.argv[3:]))
     sys.exit(main())

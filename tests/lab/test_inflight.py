@@ -8,25 +8,9 @@ import sys
 from pathlib import Path
 
 import inflight
-import numpy as np
 import pytest
 from inflight import LongTail
 from waiting import HANG_S
-
-
-def test_lengths_are_log_normal_and_cut() -> None:
-    lengths = LongTail(32, 1.0, 512).lengths(20_000, 0)
-    assert lengths.min() >= 1
-    assert lengths.max() == 512
-    assert np.median(lengths) == pytest.approx(32, rel=0.05)
-    assert np.log(lengths[lengths < 512]).std() == pytest.approx(1.0, rel=0.05)
-    assert (LongTail(32, 1.0, 512).lengths(20_000, 0) == lengths).all()
-
-
-def test_the_results_are_shown_with_their_pairs() -> None:
-    runs = {"drain": [{"tokens_per_s": 100.0}], "inflight": [{"tokens_per_s": 170.0}]}
-    stated = inflight.show({"runs": runs, "drain": 100.0, "inflight": 160.0, "ratio": 1.6, "queue": 2})
-    assert "     100       170    1.70\n     100       160    1.60  medians\nqueue 2" in stated
 
 
 @pytest.mark.engine

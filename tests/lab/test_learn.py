@@ -1,32 +1,21 @@
-"""`learn.py` and `recipes.py` without their runs, and what `learn.py` starts of the peer, but for TRL itself."""
+"""`learn.py` without its runs, and what it starts of the peer, but for TRL itself."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import runpy
-import sys
-from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-import learn
 import numpy as np
 import pytest
-import recipes
-import task
-from learn import points_of, prepare, processes, show, side_of
-from learn_curves import Learned, Point, Side, levels, picture, race, table
+from learn import points_of, prepare
+from learn_curves import Learned, Point, Side, levels, race
 from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap
-from slurm_rlhf.placement.topology import Node, Topology
+from slurm_rlhf.errors import ConfigError
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 
@@ -73,31 +62,9 @@ def test_the_table_has_both_races() -> None:
     assert "TRL" not in race(OURS, None)
 
 
-def test_the_table_says_what_each_side_computed_with() -> None:
-    ranks = RankMap(Topology((Node("here", 0, 2),)), {"actor": [NodeShare("here", (0, 1), (0, 1))]})
-    used = processes(Config(), ranks, cpus=64)
-    assert used == "actor 2 x 1"
-    runs = [replace(OURS.runs[0], processes=used)]
-    assert "processes x threads: ours actor 2 x 1" in race(Side("ours", runs), PEER).splitlines()
-
-
-def test_the_picture_has_a_line_for_each_run_and_each_mean() -> None:
-    root = ElementTree.fromstring(picture([OURS, PEER], "a < b"))
-    lines = [element for element in root.iter() if element.tag.endswith("polyline")]
-    assert len(lines) == 2 * (2 + 1 + 1)
-    assert {len(line.attrib["points"].split()) for line in lines} == {5}
-    assert {"a < b", "ours", "TRL 1.16.0"} <= {element.text for element in root.iter() if element.tag.endswith("text")}
-
-
 def test_the_curve_of_a_run_leaves_out_its_evaluations() -> None:
     rows = [{"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 5.0, "time/eval": 2.5, "eval": 0.75}]
     assert points_of(rows, 0.5, 256) == [Point(0, 0.0, 0.5), Point(512, 4.5, 0.75)]
-
-
-def test_the_json_object_is_what_the_table_is_made_of() -> None:
-    result = {"sides": [asdict(OURS), asdict(PEER)], "picture": "/x/learn.svg"}
-    assert side_of(result["sides"][0]) == OURS
-    assert show(result).endswith("picture: /x/learn.svg")
 
 
 def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,137 +80,6 @@ def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.Monkey
     config.eval.dataset = ""
     with pytest.raises(ConfigError, match=r"needs eval\.dataset and reward\.remote_url"):
         prepare(config, 120, 10)
-
-
-def test_without_the_peer_it_says_how_to_get_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [str(SBATCH / "quickstart.toml"), f"--out={tmp_path / 'out'}"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert learn.main(words) == 2
-    assert "pip install '.[peer]', or --no-peer" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_that_says_nothing_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "LIMIT_S", 0.5)
-    with pytest.raises(RunError, match=r"did not end within 0\.5 s; see .*log"):
-        task.run_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
-
-
-def test_a_run_that_fails_is_shown_by_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"ended with 3; all of its output: .*log\nthe reason$"):
-        task.run_process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
-
-
-# --- recipes ----------------------------------------------------------------------------------------------------------
-
-
-GAIN = {"grpo": 0.4, "rloo": 0.3}
-WHY = "step 7: dynamic sampling kept 121 of 1280 groups"
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the runs that were started; each leaves the files of a run that has learned; rloo_2 ends early."""
-    started: list[str] = []
-
-    def train(command: list[str], log: Path, read: Callable[[str], None]) -> None:
-        config = load_config(command[-1])
-        place = Path(config.run_dir)
-        place.mkdir()
-        started.append(place.name)
-        last = 6 if place.name == "rloo_2" else config.train.max_steps
-        after = 0.5 + GAIN[place.name.rpartition("_")[0]] + config.train.seed / 100
-        rows: list[dict[str, Any]] = [{"step": step, "time/step": 2.0} for step in range(1, last + 1)]
-        for row in rows[config.eval.steps - 1 :: config.eval.steps]:
-            row |= {"eval": 0.5 if row["step"] < config.train.max_steps else after, "time/step": 3.0, "time/eval": 1.0}
-        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (place / "layout.json").write_text(json.dumps({"ranks": {}}))
-        summary = {"status": "finished", "eval_before": 0.5, "eval_after": after}
-        read(f"   1/{config.train.max_steps} reward 0.5")
-        if last < config.train.max_steps:
-            (place / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": WHY}))
-            raise RunError("-m slurm_rlhf.cli train ended with 1")
-        (place / "summary.json").write_text(json.dumps(summary))
-
-    monkeypatch.setattr(task, "run_process", train)
-    monkeypatch.setattr(learn, "check", lambda config: None)  # it wants the task's files
-    monkeypatch.setattr(learn.RankMap, "from_json", lambda ranks: None)
-    monkeypatch.setattr(learn, "processes", lambda config, ranks, cpus: "")
-    return started
-
-
-def bench(out: Path, *words: str) -> int:
-    files = ",".join(str(SBATCH / "recipes" / f"{name}.toml") for name in GAIN)
-    fixed = [str(SBATCH / "quickstart.toml"), f"--recipes={files}", "--steps=8", f"--out={out}"]
-    return recipes.main([*fixed, *words])
-
-
-def test_every_recipe_runs_with_every_seed_and_one_that_ends_early_counts_as_far_as_it_went(
-    started: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(tmp_path / "out", "--seeds=2", "--shuffle") == 0
-    assert started == ["grpo_1", "rloo_1", "grpo_2", "rloo_2"]
-    text, stated = capsys.readouterr()
-    assert f"rloo_2 ended early, and counts as far as it went: {WHY}\n" in stated
-    assert [line.split() for line in text.splitlines()[:3]] == [
-        ["recipe", "before", "seed", "1", "seed", "2", "mean", "area", "seconds"],
-        ["grpo", "0.500", "0.910", "0.920", "0.915", "0.604", "16.0"],
-        ["rloo", "0.500", "0.500", "0.500", "0.500", "0.500", "8.0"],
-    ]
-    assert "accuracy after 4,096 responses" in text  # 8 steps of 128 prompts x 4
-    assert "rloo: after 2,048 responses, the last that all of its runs reached\n" in text
-    assert (tmp_path / "out" / "recipes.svg").read_text().count("<polyline") == 2 * 2 * (2 + 1)
-    # The task lies over the recipe, and keys over both.
-    config = load_config(tmp_path / "out" / "rloo_1.toml")
-    assert (config.algo.advantage.estimator, config.algo.kl.init_coef) == ("rloo", 0.03)
-    assert (config.rollout.batch_size, config.reward.workers, config.eval.steps) == (128, 0, 4)
-    answers = [f"{number}" for number in range(20)]
-    labels = [answer if int(answer) % 2 else "no" for answer in answers]
-    plain, mixed = (
-        runpy.run_path(file)["reward_func"](answers, [""] * 20, labels)
-        for file in (str(SBATCH / "quickstart_reward.py"), config.reward.remote_url)
-    )
-    assert sorted(mixed["rewards"]) == sorted(plain["rewards"])
-    assert mixed["rewards"] != plain["rewards"]
-
-
-def test_a_run_that_fails_without_a_curve_ends_the_bench(
-    started: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def train(command: list[str], log: Path, read: Callable[[str], None]) -> None:
-        raise RunError("-m slurm_rlhf.cli train ended with 1")
-
-    monkeypatch.setattr(task, "run_process", train)
-    assert bench(tmp_path / "out", "--seeds=1") == 1
-    assert "train ended with 1" in capsys.readouterr().err
-
-
-def test_the_area_is_the_mean_over_samples_however_they_are_spaced() -> None:
-    early = Side("a", [Learned(1, [Point(0, 0, 0.5), Point(100, 1, 0.9), Point(400, 4, 0.9)], 0.0)])
-    late = Side("b", [Learned(1, [Point(0, 0, 0.5), Point(300, 3, 0.5), Point(400, 4, 0.9)], 0.0)])
-    assert early.area() == pytest.approx((0.7 * 100 + 0.9 * 300) / 400)
-    assert "0.550" in table([early, late])
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--recipes="], "give a directory with .toml files, or files of different names"),
-        (["--recipes=a/x.toml,b/x.toml"], "files of different names"),
-        (["--eval.dataset="], "needs a task with eval.dataset"),
-        (["--out=.."], "holds something already: give a new directory"),
-    ],
-)
-def test_what_the_user_has_to_mend(
-    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(learn, "check", lambda config: None)
-    monkeypatch.chdir(tmp_path)
-    assert bench(tmp_path / "out", *words) == 2
-    assert named in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 # --- learn peer -------------------------------------------------------------------------------------------------------

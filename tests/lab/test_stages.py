@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import stage_losses
-import stage_race
 import torch
 from random_models import tiny_tokenizer
 from stage_losses import Answer
-from stage_race import Pair, Run, Trained, Watch, seeds_apart, show
 from stage_task import MAX_LEN, Lengths, config_of, rows, tokens, write
 
-from slurm_rlhf.config.load import load_config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.stages.stage import stage_trainer
 
 LENGTHS = Lengths(48, 1.0, 448)
-PAIRS = [
-    Pair(Trained([0.7, 0.5], 1000, 2.0, 1.0), Trained([0.7, 0.25], 1000, 8.0, 3.0)),
-    Pair(Trained([0.6, 0.75], 1000, 1.0, 1.0), Trained([0.6, 0.75], 1000, 2.0, 5.0)),
-]
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo", "kto"])
@@ -45,89 +30,9 @@ def test_our_stage_reads_as_many_tokens_as_are_counted(kind: str, tmp_path: Path
     assert examples == rows(kind, 40, LENGTHS, seed=3) != rows(kind, 40, LENGTHS, seed=4)
 
 
-def test_lengths_are_log_normal_up_to_the_longest() -> None:
-    random = np.random.default_rng(0)
-    drawn = [LENGTHS.draw(random) for _ in range(4000)]
-    assert (max(drawn), np.median(drawn)) == (448, pytest.approx(48, rel=0.1))
-    assert np.std(np.log(drawn)) == pytest.approx(1.0, rel=0.1)
-
-
-def test_a_pair_compares_tokens_by_seconds_and_losses_by_steps() -> None:
-    assert [pair.ratio(lambda run: run.seconds) for pair in PAIRS] == [4.0, 2.0]
-    assert [pair.ratio(lambda run: run.cpu_seconds) for pair in PAIRS] == [3.0, 5.0]
-    assert [pair.apart for pair in PAIRS] == [0.25, 0.0]
-    assert seeds_apart(PAIRS) == 0.25
-
-
-def test_the_table_has_a_row_for_each_seed_and_one_for_all() -> None:
-    result = {"stages": {"dpo": list(map(asdict, PAIRS))}, "peer": "TRL 1.16.0", "load": 2.0}
-    _, first, second, both, _ = (line.split() for line in show(json.loads(json.dumps(result))).splitlines())
-    assert first[1:5] == ["500", "125", "4.00", "3.00"]
-    assert second[-2:] == ["seed", "2"]
-    assert both == ["dpo", "750", "312", "3.00", "4.00", "0.6500", "0.6250", "0.5000", "2.5e-01", "2.5e-01"]
-
-
-def test_the_watch_reads_the_child_at_two_lines(tmp_path: Path) -> None:
-    watch = Watch("step 1/", "step 3/")
-    work = "import time\nfor k in range(5):\n    print(f'step {k}/4', flush=True)\n    sum(range(2_000_000))"
-    stage_race.task.run_process([sys.executable, "-c", work], tmp_path / "log", watch)
-    seconds, cpu = watch.elapsed()
-    assert seconds > 0
-    assert cpu > 0
-    with pytest.raises(RunError, match="printed no line like 'step 9/'"):
-        Watch("step 9/", "step 10/").elapsed()
-
-
-def test_what_is_timed_begins_behind_the_first_step_and_for_dpo_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stated = "sft: step 1/4\nsft: step 2/4\nsft: step 3/4\nsft: step 4/4\n"
-    begun: list[list[str]] = []
-
-    def train(command: list[str], log: Path, read: Watch) -> None:
-        begun.append(command)
-        config = load_config(command[-1])
-        stage = "dpo" if config.dpo.dataset else "sft"
-        out = tmp_path / stage / "out.run"
-        out.mkdir()
-        (out / "metrics.jsonl").write_text("".join(json.dumps({"step": k, "loss": 1 / k}) + "\n" for k in (1, 2, 3, 4)))
-        first = "dpo: computing the reference's log-probs of 8 examples, once\n" if stage == "dpo" else ""
-        for line in (first + stated.replace("sft", stage)).splitlines():
-            read(line)
-        (log.parent / "stated").write_text(str(len(read.seen)))
-
-    monkeypatch.setattr(stage_race.task, "run_process", train)
-    monkeypatch.setattr(stage_race, "check_stage", lambda config, name: None)
-    options = stage_race.task.parser("", **stage_race.DEFAULTS).parse_args(["--steps=4", "--batch=2"])
-    for stage, first in (("sft", 2), ("dpo", 0)):
-        run = Run(stage, tmp_path / stage, tmp_path / "model", 1, options)
-        found = run.ours()
-        examples = [json.loads(line) for line in (tmp_path / stage / "rows.jsonl").read_text().splitlines()]
-        assert found.tokens == sum(map(tokens, examples[first:6]))
-        assert found.losses == [1, 1 / 2, 1 / 3, 1 / 4]
-    assert begun[0][:3] == ["env", "OMP_WAIT_POLICY=PASSIVE", "KMP_BLOCKTIME=0"]
-
-
 def test_gradients_are_compared_by_name_and_relative_to_the_peers() -> None:
     peer = Answer(1.0, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
     ours = Answer(1.0, {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0])})
     assert peer.apart(ours) == pytest.approx(1 / 5)
     with pytest.raises(KeyError, match="b"):
         peer.apart(Answer(1.0, {"a": ours.gradient["a"]}))
-
-
-@pytest.mark.parametrize("script", [stage_losses, stage_race])
-def test_without_the_peer_it_says_how_to_get_it(
-    script: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert script.main([]) == 2
-    assert "pip install '.[peer]'" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_unknown_stage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        stage_race.main(["--stages=sft,ppo"])
-    assert "no stage ppo; there are sft, rm, dpo" in capsys.readouterr().err

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import time
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +11,8 @@ from typing import Any
 import pytest
 from campaign import watch as watching
 from campaign.draw import delay_s, draw
-from campaign.faults import ANY, BORNE, EITHER, PHASES, SLURM, STOPS, Fault, all_faults
+from campaign.faults import BORNE, STOPS, Fault, all_faults
 from campaign.injection import INJECT, function_of
-from campaign.result import carried_out
 from campaign.verdicts import (
     ENDED,
     FAILED,
@@ -29,7 +25,6 @@ from campaign.verdicts import (
     newest_failure,
     unequal,
 )
-from fault_campaign import main
 
 from slurm_rlhf.groups.restarts import RunFailure, refusal
 from slurm_rlhf.run_directory import RunDirectory
@@ -133,9 +128,6 @@ def test_a_fault_that_breaks_nothing() -> None:
     assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
     stop = dataclasses.replace(KILL, phase="export", does=STOPS)
     assert judge(stop, seen(**on, hit_phase="export")).problems == []
-    either = dataclasses.replace(KILL, does=EITHER)
-    assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
-    assert judge(either, seen(stated="")).problems == ["the culprit is not named"]
 
 
 def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:
@@ -144,16 +136,6 @@ def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:
     assert unequal([{"step": 2, "reward": 0.2 + 1e-16}], calm) == (1, ["reward of step 2"])
     assert unequal([{"step": 2}], calm) == (1, ["reward of step 2"])
     assert unequal([{"step": 3, "reward": 5.0}], calm) == (0, [])
-
-
-def test_the_table_has_every_fault(tmp_path: Path) -> None:
-    bad = judge(dataclasses.replace(KILL, phase="sync"), seen())
-    carried_out([judge(KILL, seen()), bad], 7, tmp_path)
-    stated = json.loads((tmp_path / "campaign.json").read_text())
-    assert (stated["seed"], stated["good"]) == (7, False)
-    assert [row["fault"] for row in stated["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
-    assert stated["rows"][0]["detected_s"] == 1.2
-    assert "as it should be: 1 of 2" in stated["summary"]
 
 
 def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
@@ -224,25 +206,6 @@ def test_what_holds_a_run_up_is_taken_away_once_it_was_noticed(tmp_path: Path, m
 LOCAL = [fault for fault in all_faults() if fault.needs != "slurm"]
 
 
-def test_there_are_enough_and_each_has_its_own_name() -> None:
-    names = Counter(fault.name for fault in all_faults())
-    assert [name for name, count in names.items() if count > 1] == []
-    assert len(LOCAL) >= 60
-
-
-def test_every_role_and_phase_has_a_kill_and_a_stop() -> None:
-    known = {(fault.kind, fault.target, fault.phase) for fault in LOCAL}
-    targets = ("actor rank 0", "critic rank 0", "reference rank 0", "rollout rank 0", "torchrun of actor", "conductor")
-    wanted = {(kind, target, phase) for kind in ("SIGKILL", "SIGSTOP") for target in targets for phase in PHASES}
-    assert wanted <= known
-
-
-def test_who_is_to_be_named_is_a_regular_expression() -> None:
-    for fault in all_faults():
-        assert re.compile(fault.says.replace("{node}", "x"))
-        assert fault.says or fault.does == BORNE
-
-
 def test_every_fault_of_this_machine_can_be_done() -> None:
     assert {function_of(fault) for fault in LOCAL} == set(INJECT)
 
@@ -260,36 +223,3 @@ def test_a_seed_draws_the_same_faults_at_the_same_moments() -> None:
     assert first == again != other
     assert [delay_s(fault, 3, 1.0) for fault in first] == [delay_s(fault, 3, 1.0) for fault in again]
     assert delay_s(first[0], 3, 1.0) != delay_s(first[0], 4, 1.0)
-
-
-def test_a_seed_draws_all_faults_of_a_cluster_in_its_own_order() -> None:
-    """Among them two at once: an engine dies while a checkpoint is written, a node while another is replaced."""
-    first, other = draw(SLURM, len(SLURM), 0), draw(SLURM, len(SLURM), 1)
-    assert first != other
-    assert {fault.name for fault in first} == {fault.name for fault in other} == {fault.name for fault in SLURM}
-    known = {(fault.kind, fault.target, fault.phase) for fault in SLURM if fault.each == 1}
-    assert ("SIGKILL", "rollout rank 0", "checkpoint") in known
-    assert ("crash, one after the other", "node of actor rank 1, its stand-in", "train") in known
-    assert ("clock jump +1 h", "node of actor rank 1", ANY) in known
-
-
-def test_the_first_and_the_last_rank_of_each_role_are_killed_among_one_and_three_on_a_node() -> None:
-    killed = {(fault.each, fault.target) for fault in SLURM if fault.kind == "SIGKILL" and fault.phase == "train"}
-    last = {"actor": 2, "critic": 1, "reference": 1, "reward": 1}  # nodes of the role
-    wanted = {(each, f"{role} rank {rank}") for each in (1, 3) for role in last for rank in (0, last[role] * each - 1)}
-    assert wanted <= killed
-    kinds = [{(fault.kind, fault.phase) for fault in SLURM if fault.each == each} for each in (1, 3)]
-    assert kinds[0] == kinds[1]
-
-
-def test_list_draws_and_starts_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["--list", "--faults=7", "--seed=3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if "(needs " not in line]) == 7
-    assert any("needs Slurm: bash tests/run.sh -m campaign" in line for line in lines)
-    assert main(["--only=earthquake"]) == 2
-    assert "no fault that this machine can run has such a name (--list)" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import write_program
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
@@ -127,13 +128,10 @@ def test_ill_gpus() -> None:
 
 
 def test_the_program_of_the_driver_is_asked(tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        "#!/bin/bash\n"
-        'if [[ $1 == -L ]]; then echo "GPU 0: H100 (UUID: GPU-0)"; exit; fi\n'
+    text = (
+        '#!/bin/bash\nif [[ $1 == -L ]]; then echo "GPU 0: H100 (UUID: GPU-0)"; exit; fi\n'
         'echo "0, GPU-0, 3, No, Not Active, Not Active, Not Active"\n'
     )
-    program.chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = {"PATH": f"{write_program(tmp_path / 'nvidia-smi', text).parent}:{os.environ['PATH']}"}
     assert ask_health(environ) == ["GPU 0: 3 uncorrected ECC errors since the driver was loaded"]
     assert ask_health({"PATH": str(tmp_path / "none")}) == []

@@ -11,6 +11,7 @@ import pytest
 
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.train import _first
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes
@@ -108,11 +109,20 @@ def test_the_number_of_processes_is_that_of_the_ranks() -> None:
         place_processes(six(), cpus(*["n1"] * 5), SIX)
 
 
-@pytest.mark.parametrize("key", ["colocate_all", "colocate_actor_ref", "colocate_critic_reward"])
-def test_colocation_is_refused(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("train.colocate_all", True, "Leave the key out, or start the run by sbatch"),
+        ("train.colocate_actor_ref", True, "Leave the key out, or start the run by sbatch"),
+        ("train.colocate_critic_reward", True, "Leave the key out, or start the run by sbatch"),
+        ("reward.workers_num_nodes", 1, r"reward.workers_num_nodes does not work with mpirun.*Leave the key out"),
+        ("cluster.spares", 1, r"cluster.spares does not work with mpirun: there every process holds a rank"),
+    ],
+)
+def test_what_has_no_place_under_mpi_is_refused(key: str, value: object, said: str) -> None:
     config = six(actor=1)
-    setattr(config.train, key, True)
-    with pytest.raises(ConfigError, match="Leave the key out, or start the run by sbatch"):
+    put(config, key, value)
+    with pytest.raises(ConfigError, match=said):
         place_processes(config, cpus(*["n1"] * 6), SIX)
 
 

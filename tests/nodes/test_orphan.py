@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import write_program
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.network import unreachable
@@ -78,15 +79,12 @@ class Slurm:
 
     def __init__(self, root: Path) -> None:
         self.bin, self.run_dir = root / "bin", root / "run"
-        self.bin.mkdir()
         (self.run_dir / ".control").mkdir(parents=True)
         self.refusal = ""  # of requeue
         self.program("scancel", "")
 
     def program(self, name: str, script: str) -> None:
-        file = self.bin / name
-        file.write_text(f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
-        file.chmod(0o755)
+        write_program(self.bin / name, f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
 
     def says(self, state: str = "RUNNING", requeue: int = 1, restarts: int = 0, nodes: str = "gpu[002-003]") -> None:
         shown = SHOWN.format(state, requeue, restarts, nodes)
@@ -150,13 +148,6 @@ def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert controller.successor(endpoint=server.getsockname()).settled()
     assert not (controller.bin / "calls").exists()
-
-
-def test_a_job_that_is_not_to_be_requeued_is_cancelled(controller: Slurm) -> None:
-    controller.says(requeue=0)
-    assert not controller.successor().settled()
-    assert controller.done == ["scancel 12"]
-    assert "gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
 
 
 def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_away(controller: Slurm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from programs import first_on_path
 
 from slurm_rlhf.nodes import needs
 from slurm_rlhf.nodes.needs import Quota, quota_on, read_quota
@@ -40,16 +41,14 @@ def test_what_the_programs_print(text: str, place: str, left: tuple[int, int | N
 
 def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the file system wants it; none of them, or one that does not answer, is no error."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    answers = '[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 100 0 400 - 1 0 0 -"\nexit 1'
     monkeypatch.setattr(needs, "mount_of", lambda path: ("", Path("/scratch"), "lustre"))
-    program = tmp_path / "lfs"
-    program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 100 0 400 - 1 0 0 -"\nexit 1\n')
-    program.chmod(0o755)
+    first_on_path(monkeypatch, tmp_path, lfs=answers)
     assert quota_on(tmp_path) == Quota("lfs quota", 300 * 1024, None)
-    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    first_on_path(monkeypatch, tmp_path, lfs="exec sleep 60")
     monkeypatch.setattr(timeouts, "QUOTA_S", 0.2)
     assert quota_on(tmp_path) is None
-    program.unlink()
+    (tmp_path / "lfs").unlink()
     assert quota_on(tmp_path) is None
 
 

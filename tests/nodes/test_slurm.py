@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from played_agents import WRITE_ORDERS, PlayedAgent
+from played_agents import PlayedAgent, PlayedSrun, allocation
 from waiting import HANG_S, until
 
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.nodes.agent_launcher import AgentLauncher
 from slurm_rlhf.nodes.agent_steps import AgentStep, AgentSteps
 from slurm_rlhf.nodes.launcher import Ended
@@ -22,52 +21,23 @@ from slurm_rlhf.placement.topology import RoleSize, Topology
 
 pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
-JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": ",".join(NODES),
-    "SLURM_JOB_NUM_NODES": "2",
-    "SLURMD_NODENAME": NODES[0],
-}
 
 
-def allocation() -> SlurmEnvironment:
-    found = read_slurm(JOB)
-    assert found is not None
-    return found
-
-
-class Bench:
-    """A launcher with actor on both nodes and reference on both; `srun` is a shell script."""
+class Bench(PlayedSrun):
+    """A launcher with actor on both nodes and reference on both."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.run_dir = root / "run"
+        super().__init__(root)
         sizes = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2)]
         topology = Topology.uniform(NODES, 8)
-        self.steps = AgentSteps(self.run_dir, allocation(), topology)
+        self.steps = AgentSteps(self.run_dir, allocation(*NODES), topology)
         self.launcher = AgentLauncher(self.steps, place(topology, sizes), {})
-
-    def srun(self, script: str) -> None:
-        program = self.root / "bin" / "srun"
-        program.parent.mkdir(exist_ok=True)
-        begin = f"#!/bin/bash\nlogs={self.run_dir}/logs\norders=$logs/orders\n{WRITE_ORDERS}"
-        program.write_text(f"{begin}echo start >>$logs/starts\n{script}\n")
-        program.chmod(0o755)
 
     def start(self, role: str) -> None:
         self.launcher.start(role, [], {node: {} for node in NODES})
 
     def news(self) -> list[Ended]:
         return until(self.launcher.ended, "news of a step")
-
-    @property
-    def starts(self) -> int:
-        file = self.run_dir / "logs" / "starts"
-        return len(file.read_text().splitlines()) if file.exists() else 0
-
-    def agent(self, node: str) -> PlayedAgent:
-        """The agent of a node in the step that was started last."""
-        return PlayedAgent(self.run_dir / "logs" / "orders", node)
 
 
 @pytest.fixture
@@ -128,7 +98,7 @@ def test_a_controller_that_restarts_costs_another_attempt_with_agents_of_its_own
     until(lambda: bench.starts, "the step")
     early = bench.agent(NODES[0])
     said = []
-    until(lambda: said.extend(bench.launcher.ended()) or bench.starts == 3, "the third attempt")
+    until(lambda: said.extend(bench.launcher.ended()) or len(bench.starts) == 3, "the third attempt")
     early.ended("was killed by SIGKILL")
     assert bench.agent(NODES[0]).step != early.step
     assert said + bench.launcher.ended() == []
@@ -153,7 +123,7 @@ def test_a_controller_that_stays_away_ends_the_run(
     bench.start("actor")
     (ended,) = bench.news()
     assert ended.role == "actor"
-    assert bench.starts == 5
+    assert len(bench.starts) == 5
 
 
 def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> None:
@@ -165,7 +135,7 @@ def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> Non
     bench.start("actor")
     until(lambda: bench.starts, "the step")
     assert bench.launcher.ended() == []
-    assert bench.starts == 1
+    assert len(bench.starts) == 1
 
 
 def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Bench) -> None:
@@ -177,7 +147,7 @@ def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Ben
 
     bench.srun(f"trap '' TERM; exec sleep {2 * HANG_S}")
     bench.start("actor")
-    while bench.starts < 2:
+    while len(bench.starts) < 2:
         time.sleep(0.05)
     bench.launcher.stop(False, 5)
     assert bench.launcher.ended()[-1].role == "actor"
@@ -186,7 +156,7 @@ def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Ben
 @pytest.fixture
 def residents(bench: Bench) -> list[PlayedAgent]:
     """The agents of the step over all nodes."""
-    bench.srun(f"echo $* >$logs/step; while [[ ! -e $logs/end ]]; do sleep 0.1; done; exec sleep {HANG_S}")
+    bench.srun(f"while [[ ! -e $logs/end ]]; do sleep 0.1; done; exec sleep {HANG_S}")
     bench.steps.begin(bench.steps.orders())
     until(lambda: bench.starts, "the step")
     found = [bench.agent(node) for node in NODES]
@@ -213,7 +183,7 @@ def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, residents: li
 
 
 def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: list[PlayedAgent]) -> None:
-    step = (bench.run_dir / "logs" / "step").read_text()
+    (step,) = bench.starts
     assert "--job-name=nodes" in step
     assert "--no-kill" in step
     assert f"--nodelist={','.join(NODES)}" in step
@@ -221,6 +191,6 @@ def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: lis
     residents[1].client.close()
     until(lambda: bench.launcher.agents.unheard(HANG_S) == {NODES[1]}, "its goodbye")
     bench.start("actor")
-    until(lambda: bench.starts == 2, "the step of a role")
+    until(lambda: len(bench.starts) == 2, "the step of a role")
     bench.agent(NODES[1])
     until(lambda: bench.launcher.agents.unheard(HANG_S) == set(), "another agent of that node")

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from played_agents import WRITE_ORDERS, PlayedAgent
+from played_agents import PlayedAgent, PlayedSrun, allocation
 from waiting import until
 
-from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.nodes.agent_launcher import AgentEngines
 from slurm_rlhf.nodes.agent_steps import AgentSteps
 from slurm_rlhf.nodes.facts import StepSpec
@@ -22,38 +21,17 @@ from slurm_rlhf.placement.topology import RoleSize, Topology
 pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
 SPARE = "127.0.0.3"
-JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": ",".join((*NODES, SPARE)),
-    "SLURM_JOB_NUM_NODES": "3",
-    "SLURMD_NODENAME": NODES[0],
-}
 
 
-class Bench:
+class Bench(PlayedSrun):
     def __init__(self, root: Path) -> None:
-        self.root, self.run_dir = root, root / "run"
+        super().__init__(root)
         ranks = place(Topology.uniform(NODES, 2), [RoleSize("rollout", 2, 2, engines=4)])
-        slurm = read_slurm(JOB)
-        assert slurm is not None
-        self.agents = AgentSteps(self.run_dir, slurm, Topology.uniform((*NODES, SPARE), 2))
+        self.agents = AgentSteps(self.run_dir, allocation(*NODES, SPARE), Topology.uniform((*NODES, SPARE), 2))
         spec = StepSpec(
             "rollout", str(self.run_dir), self.agents.run_id, ["--x"], {node: {"A": node} for node in NODES}
         )
         self.engines = AgentEngines(self.agents, ranks, {}, spec)
-
-    def srun(self, script: str) -> None:
-        program = self.root / "bin" / "srun"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(
-            f"#!/bin/bash\norders={self.root}/orders\n{WRITE_ORDERS}echo $* >>{self.root}/starts\n{script}\n"
-        )
-        program.chmod(0o755)
-
-    @property
-    def starts(self) -> list[str]:
-        file = self.root / "starts"
-        return file.read_text().splitlines() if file.exists() else []
 
     def wait_for_starts(self, count: int) -> None:
         until(lambda: len(self.starts) >= count, f"start {count}")
@@ -61,7 +39,7 @@ class Bench:
     def play(self, start: int, *nodes: str) -> list[PlayedAgent]:
         """The agents of a start of a step, the last so far."""
         self.wait_for_starts(start)
-        return [PlayedAgent(self.root / "orders", node) for node in nodes]
+        return [self.agent(node) for node in nodes]
 
     def news(self) -> list[tuple[int, str]]:
         return until(self.engines.ended, "news of an engine")
@@ -150,7 +128,7 @@ def test_a_task_that_is_gone_costs_the_engines_of_its_node_alone(bench: Bench) -
 
 def test_a_controller_that_is_away_costs_another_attempt(bench: Bench) -> None:
     bench.srun(
-        f"[ $(wc -l <{bench.root}/starts) = 3 ] && exec sleep 60\n"
+        "[ $(wc -l <$logs/starts) = 3 ] && exec sleep 60\n"
         "echo 'srun: error: Unable to contact slurm controller (connect failure)'; exit 1"
     )
     bench.engines.start()

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import first_on_path, write_program
 
 from slurm_rlhf.cli.commands import commands
 from slurm_rlhf.cli.train import submit as submit_command
@@ -89,12 +90,8 @@ def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_sbatch_refuses_is_said_once_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], was_there: bool
 ) -> None:
-    bin_, run_dir = tmp_path / "bin", tmp_path / "run"
-    bin_.mkdir()
-    for name in ("srun", "sbatch"):
-        (bin_ / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
-        (bin_ / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{bin_}:/usr/bin:/bin")
+    run_dir, refuses = tmp_path / "run", "echo 'sbatch: error: invalid partition' >&2\nexit 1"
+    first_on_path(monkeypatch, tmp_path / "bin", srun=refuses, sbatch=refuses)
     if was_there:
         run_dir.mkdir()
         (run_dir / "metrics.jsonl").touch()
@@ -109,10 +106,8 @@ def test_a_job_inherits_nothing_of_the_one_that_it_is_submitted_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM_GPUS_PER_TASK of the allocation around it, which sbatch never clears, would count in the job."""
-    for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text(f"#!/bin/sh\nenv >{tmp_path}/variables\nexit 1\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    notes = f"env >{tmp_path}/variables\nexit 1"
+    first_on_path(monkeypatch, tmp_path, srun=notes, sbatch=notes)
     for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CONF"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(submitit_job, "check", lambda config: None)
@@ -144,10 +139,7 @@ def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch:
         "squeue": "printf '15 singleton(unfulfilled)\\n16 (null)\\n17 singleton\\n18 singleton\\n19 singleton\\n'",
         "scontrol": f'test $1 = write && echo "run_dir=/r/$(test $3 = 19 && echo other)" || echo "{shown}"',
     }
-    for name, does in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    first_on_path(monkeypatch, tmp_path, **programs)
     assert not isinstance(continuation_of(Slurm(), tmp_path, JOB), ChainContinuation)
     array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     for environ, which in ((JOB, "15, 18"), (array, "12")):
@@ -193,8 +185,7 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     monkeypatch.setattr(timeouts, "REQUEUED_KILL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     if scontrol is not None:
-        (tmp_path / "scontrol").write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin\necho "$@" >>calls\n{scontrol}\n')
-        (tmp_path / "scontrol").chmod(0o755)
+        write_program(tmp_path / "scontrol", f'#!/bin/sh\nPATH=/usr/bin:/bin\necho "$@" >>calls\n{scontrol}\n')
     monkeypatch.setenv("PATH", str(tmp_path))
     ends = int(time.time() + end_s)
     found = continuation_of(Slurm(), tmp_path, {**JOB, "SLURM_JOB_END_TIME": str(ends)})
@@ -221,10 +212,7 @@ def test_a_parent_is_reported_by_its_signal(tmp_path: Path) -> None:
 
 
 def test_one_run_for_each_seed(tmp_path: Path) -> None:
-    program = tmp_path / ".venv" / "bin" / "slurm-rlhf"
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program.chmod(0o755)
+    write_program(tmp_path / ".venv" / "bin" / "slurm-rlhf", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_TASK_ID": "3"}
     words = ["bash", str(SBATCH / "seeds.sh"), "my run.toml", "/runs/a b", "--actor.learning_rate=1e-6"]
     said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
@@ -274,10 +262,7 @@ def test_what_cannot_run_is_not_submitted(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_stage_is_a_command_on_the_actors_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("srun", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/sh\ncp $1 $0.given 2>/dev/null; echo Submitted batch job 7\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    first_on_path(monkeypatch, tmp_path, srun="", sbatch="cp $1 $0.given 2>/dev/null; echo Submitted batch job 7")
     monkeypatch.setattr(submitit_job, "check_stage", lambda config, command: None)
     config = load_config(SBATCH / "sft.toml", [f"--rm.output_dir={tmp_path / 'scorer'}", "--slurm.gpus_per_node=8"])
     job = submit(config, command="rm")

@@ -35,15 +35,6 @@ def test_torchrun_lines(role: str, node: str, store: str) -> None:
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 
-def test_workers_are_numbered_as_in_the_rank_map_on_every_node() -> None:
-    for role in ("actor", "critic", "rollout"):
-        for share in ranks().roles[role]:
-            words = torchrun_command(spec(role), ranks(), share.node, "logs")
-            assert f"--first_rank={share.ranks[0]}" in words
-            assert f"--nproc-per-node={len(share.ranks)}" in words
-            assert f"--world={ranks().world(role)}" in words
-
-
 def test_environment_of_a_node() -> None:
     step = {
         "PATH": "/bin",
@@ -85,10 +76,6 @@ def test_on_uneven_nodes_each_asks_for_its_own_gpus() -> None:
     assert asked == ["--nodelist=a", "--gpus=8", "--nodelist=b", "--gpus=4", "--nodelist=c", "--gpus=8"]
     alone = step_command(role_step(place(uneven, [RoleSize("critic", 1, 8)]), "critic", LOGS), ["shim"])
     assert "--gpus=8" in alone  # also where the role itself has one node
-
-
-def test_only_nodes_that_hold_a_rank_are_used() -> None:
-    assert place(Topology.uniform(["a", "b", "c"], 8), [RoleSize("actor", 2, 8)]).used_nodes == ["a", "b"]
 
 
 def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:

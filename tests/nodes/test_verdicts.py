@@ -15,7 +15,6 @@ from slurm_rlhf.nodes.needs import Needs, Quota, Space, Wanted
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
-from slurm_rlhf.wire.codec import read
 from slurm_rlhf.workers.http import Health
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -241,11 +240,3 @@ def test_a_bad_node_that_a_spare_stands_in_for() -> None:
     assert "is not shared by all nodes: n3 cannot see" in why
     assert why in report.notes()[0]
     assert replace(report, left_out=()).unfit() == {}
-
-
-def test_facts_travel_as_json() -> None:
-    import json
-    from dataclasses import asdict
-
-    there = facts("n1", places=(Place("k", "/p"),), exported=("a",), unhealthy=("b",))
-    assert read(NodeFacts, json.loads(json.dumps(asdict(there))), "facts") == there

@@ -1,4 +1,4 @@
-"""Where the key reward.workers_num_nodes counts: the layout, preflight, the step, the job that is submitted, MPI."""
+"""Where reward.workers_num_nodes and cluster.spares count: layout, preflight, a step, a job that is submitted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.examination import Evidence, Question, judge
 from slurm_rlhf.nodes.facts import NodeFacts
-from slurm_rlhf.nodes.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.nodes.needs import needs_of
 from slurm_rlhf.nodes.srun import step_command, workers_step
 from slurm_rlhf.nodes.submitit_job import slurm_parameters
@@ -46,6 +45,10 @@ def test_ranks_stay_off_the_last_nodes_and_off_spares_before_them() -> None:
     assert ([node.name for node in found.nodes], found.workers) == (["n1", "n2"], ("n4",))
     found = layout_here(config(1, spares=1), JOB, ["n1", "n3"]).topology
     assert ([node.name for node in found.nodes], found.workers) == (["n1", "n3"], ("n4",))
+    found = layout_here(config(0, spares=1), JOB).topology
+    assert ([node.name for node in found.nodes], found.workers) == (["n1", "n2", "n3"], ())
+    with pytest.raises(PlacementError, match=r"cluster.spares = 4, but the allocation has 4 nodes: n1, n2, n3, n4"):
+        layout_here(config(0, spares=4), JOB)
     without = {name: value for name, value in JOB.items() if "GPU" not in name} | {"SLURMD_NODENAME": "n1"}
     found = layout_here(config(3), without).topology
     assert ([node.name for node in found.nodes], found.workers) == (["n1"], ("n2", "n3", "n4"))
@@ -86,11 +89,8 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
     found = [slurm_parameters(one)["slurm_additional_parameters"] for one in (alone, asked)]
     assert found[1]["nodes"] == found[0]["nodes"] + 3
     assert slurm_parameters(config(1))["slurm_additional_parameters"]["no-kill"] is True
-
-
-def test_mpi_has_none() -> None:
-    with pytest.raises(ConfigError, match=r"reward.workers_num_nodes does not work with mpirun.*Leave the key out"):
-        place_processes(config(1), [Process("n1", (0,), ())] * 4, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 4, 0))
+    asked.slurm.nodes = 5  # what the user says is the whole job
+    assert slurm_parameters(asked)["slurm_additional_parameters"]["nodes"] == 5
 
 
 def test_their_step_has_all_of_each_node_and_outlives_one() -> None:

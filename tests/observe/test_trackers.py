@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import sqlite3
+import struct
 import sys
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,6 @@ from typing import Any
 
 import pytest
 from recorded_run import sample
-from tracker_files import history, trackio_rows, wandb_starts
 from waiting import HANG_S
 
 from slurm_rlhf.config.check import tracker_problems, without_secrets
@@ -28,6 +29,63 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
 RUN = TrackedRun("0a1b2c3d", "run", "project", "/nowhere", False, {})
+
+
+# --- what trackers keep of a run; an offline run of W&B is a log in the format of LevelDB -----------------------------
+
+
+_BLOCK, _HEADER, _IDENT = 32768, 7, 7
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Yield every record of a file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for data in _joined(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def _joined(data: bytes) -> Iterator[bytes]:
+    place, parts = _IDENT, b""
+    while place + _HEADER <= len(data):
+        if (left := _BLOCK - place % _BLOCK) < _HEADER:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + _HEADER])
+        part = data[place + _HEADER : place + _HEADER + length]
+        place += _HEADER + length
+        parts = part if kind in (_FULL, _FIRST) else parts + part
+        if kind in (_FULL, _LAST):
+            yield parts
+
+
+def history(found: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the rows of metrics among records."""
+    rows = []
+    for record in found:
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    return rows
+
+
+def trackio_rows(database: Path) -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Return id and name of the run, step and metrics of each row of one project, oldest first."""
+    with sqlite3.connect(database) as store:
+        rows = store.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    return [(run, name, step, json.loads(metrics)) for run, name, step, metrics in rows]
+
+
+def wandb_starts(place: Path, run_id: str) -> list[list[Any]]:
+    """Return the records of each start of an offline run, oldest first."""
+    starts = sorted(place.glob(f"offline-run-*-{run_id}"))
+    return [list(records(start / f"run-{run_id}.wandb")) for start in starts]
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 def started(root: Path, *names: str, **settings: Any) -> tuple[Trackers, list[str]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny_models import make_reward
 from waiting import HANG_S
+from worker_pools import listening
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -38,14 +39,10 @@ def test_the_scores_are_those_of_transformers(tmp_path: Path) -> None:
     wanted = expected(path, [prompt + response for prompt, response in ids])
     pool = WorkerPool(Code("slurm_rlhf.ranks.model_workers", "ServedModel", {"path": str(path)}), 1, 0, HANG_S)
     server = ModelServer(("127.0.0.1", 0), pool, HANG_S, str(path), "")
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     config = Config()
     config.reward.remote_url = url
-    source = RemoteRewards(config, print)
-    try:
-        pool.ready()
+    with listening(server, pool), closing(RemoteRewards(config, print)) as source:
         prompts, found = [], []
         for number, ((prompt, response), (before, behind)) in enumerate(zip(TEXTS, ids, strict=True)):
             tokens, after = np.array(before, np.int32), np.array(behind, np.int32)
@@ -71,9 +68,3 @@ def test_the_scores_are_those_of_transformers(tmp_path: Path) -> None:
             several = [*threads.map(asked, range(32))]
         assert [status for status, _ in several] == [422 if number % 8 == 5 else 200 for number in range(32)]
         np.testing.assert_allclose([rewards[0] for _, rewards in several if rewards], wanted[1], atol=1e-5)
-    finally:
-        source.close()
-        server.shutdown()
-        thread.join(HANG_S)
-        server.server_close()
-        pool.close()

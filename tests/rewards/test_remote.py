@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from waiting import HANG_S, scaled, until
+from worker_pools import listening
 
 from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
@@ -103,15 +104,11 @@ def served(*faults: Answer, port: int = 0) -> Iterator[Any]:
 
     server = Server(("127.0.0.1", port), Request)
     server.seen, server.leave = [], threading.Event()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.leave.set()
-        server.shutdown()
-        thread.join(HANG_S)
-        server.server_close()
+    with listening(server):
+        try:
+            yield server
+        finally:
+            server.leave.set()
 
 
 def url(server: Any) -> str:
@@ -303,16 +300,8 @@ def own_server(tmp_path: Path, token: str = "", body: str = BODY) -> Iterator[Re
     given = {"source": str(tmp_path / "reward.py"), "function": "", "plugins": []}
     pool = WorkerPool(Code("slurm_rlhf.rewards.function", "served", given), 1, 0, HANG_S, tmp_path / "log")
     server = RewardServer(("127.0.0.1", 0), pool, HANG_S, str(tmp_path / "reward.py"), token)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        pool.ready()
+    with listening(server, pool):
         yield server
-    finally:
-        server.shutdown()
-        thread.join(HANG_S)
-        server.server_close()
-        pool.close()
 
 
 def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

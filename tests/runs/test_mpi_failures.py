@@ -8,10 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 from training_runs import MPIRUN, mpirun, started, train, workspace
-from waiting import until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
@@ -47,33 +45,6 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert "error: role actor died: its process group on" in output
     assert "was killed by SIGKILL" in output
     assert "the run is not restarted in this job: under MPI no role can be started again: a rank that is gone" in output
-
-
-@pytest.mark.full  # the test above kills a rank of a role
-def test_a_process_of_comm_world_that_is_killed_takes_the_run_along_and_leaves_nothing(config: Path) -> None:
-    run_dir = config.parent / "crashed"
-    with started(config, run_dir, *SMALL, command=mpirun(2)) as run:
-        run.wait_for_step(1)
-        os.kill(rank_process(run.process.pid, 1), signal.SIGKILL)
-        code, output = run.wait()
-        conductor = json.loads((run_dir / "session.json").read_text())["pid"]
-        run.assert_gone()
-        until(lambda: not psutil.pid_exists(conductor), "end of the conductor", 0.1)
-    assert code != 0, output
-    assert "signal 9" in output  # mpirun names the rank and the node
-    summary = json.loads((run_dir / "summary.json").read_text())
-    # mpirun tells all others to terminate as soon as one is gone, and reads no more of what they print.
-    assert summary["status"] in ("failed", "stopped")
-
-
-def rank_process(launcher: int, rank: int) -> int:
-    """Process id of a rank of COMM_WORLD."""
-    children = psutil.Process(launcher).children(recursive=True)
-    return next(
-        child.pid
-        for child in children
-        if child.environ().get("OMPI_COMM_WORLD_RANK") == str(rank) and "--role" not in " ".join(child.cmdline())
-    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import make_tiny
-from training_runs import metrics, summary, timeless, train, workspace
+from training_runs import finished, metrics, summary, timeless, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -25,8 +25,7 @@ def distilled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, tup
     folder = tmp_path_factory.mktemp("distilled")
     config = workspace(folder)
     keys = (*KEYS, f"--algo.distill.model_name_or_path={make_tiny(folder / 'teacher', hidden=64, seed=7)}")
-    code, output = train(config, folder / "run", *keys, warm=True)
-    assert code == 0, output
+    finished(config, folder / "run", *keys)
     return config, folder / "run", keys
 
 
@@ -43,6 +42,5 @@ def test_the_policy_comes_nearer_to_its_teacher(distilled: tuple[Path, Path, tup
 def test_resumed_it_writes_the_same_metrics(distilled: tuple[Path, Path, tuple[str, ...]], tmp_path: Path) -> None:
     config, run_dir, keys = distilled
     first = run_dir / "checkpoints" / "step_000020"
-    code, output = train(config, tmp_path / "resumed", *keys, f"--resume={first}", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "resumed", *keys, f"--resume={first}")
     assert timeless(metrics(tmp_path / "resumed")) == timeless(metrics(run_dir)[20:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from checkout import ROOT
 from env_server import EnvServer
 from generation_runs import COMMAND, generation_workspace, lines_of
-from quickstart_model import quickstart_model, with_tool
 from sums_task import toml
 from tiny_models import make_reward
 from training_runs import COMMAND as TRAIN
-from training_runs import Run, metrics, started, timeless, train, workspace
+from training_runs import Run, finished, metrics, started, timeless, workspace
 from waiting import HANG_S, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -41,21 +42,6 @@ class Environment:
             return self.digit * 6, 0.0, False
         return None, messages[-1]["content"].count(self.digit) / 4, True
 '''
-GUESS = '''
-class Environment:
-    """Has one of the digits guessed: says whether it is higher or lower, and rewards the right one."""
-
-    def reset(self, row):
-        self.digit = "357"[sum(map(ord, row["input"])) % 3]
-
-    def step(self, messages):
-        guess = messages[-1]["content"][:1]
-        if guess == self.digit:
-            return None, 1.0, True
-        return ("++" if guess.isdigit() and guess < self.digit else "--"), 0.0, False
-'''
-
-
 OTHER_SOURCE = """
 [[reward.sources]]
 name = "model"
@@ -100,6 +86,50 @@ SHEETS: dict[str, object] = {
 """What is the user's, and sizes; all else is sbatch/recipes/tools_grpo.toml and sbatch/quickstart.toml."""
 
 
+# --- the model of sbatch/quickstart.sh, and a copy of it whose policy may call a tool ---------------------------------
+
+
+SOURCES = (ROOT / "sbatch" / "quickstart_data.py", ROOT / "sbatch" / "quickstart_sft.toml")
+TOOL = "read"
+CALL = f'<tool_call>{{"name": "{TOOL}", "arguments": {{}}}}</tool_call>'
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+)
+"""What its vocabulary has no token for, such as the name of a tool, leaves none in a prompt."""
+
+
+def quickstart_model(directory: Path) -> Path:
+    """The fine-tuned model: that of runs/quickstart_input, or one made in `directory`, which takes a minute."""
+    held, made = ROOT / "runs" / "quickstart_input", b"".join(source.read_bytes() for source in SOURCES)
+    recipe = held / "recipe"
+    if recipe.is_file() and recipe.read_text().strip() == hashlib.sha256(made).hexdigest():
+        return held / "model"
+    words = (f"--actor.model_name_or_path={directory / 'untrained'}", f"--sft.dataset={directory / 'sft.jsonl'}")
+    sft = ("-m", "slurm_rlhf.cli", "sft", SOURCES[1], *words, f"--sft.output_dir={directory / 'model'}")
+    for command in ((SOURCES[0], directory), sft):
+        subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, timeout=HANG_S)
+    return directory / "model"
+
+
+def with_tool(model: Path, directory: Path, like: str) -> None:
+    """Write a copy that calls the tool by one token more, which it samples where it would `like`, but less often."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, policy = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    tokenizer.add_tokens([CALL])
+    tokenizer.chat_template = TEMPLATE
+    policy.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    rows = policy.get_input_embeddings().weight.data
+    rows[-1] = 0.9 * rows[tokenizer.convert_tokens_to_ids(like)]
+    policy.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
+
+
 def sheets(folder: Path) -> Path:
     """The quickstart's model, which may call `read`; additions, and the hundreds of their sums, each as often."""
     with_tool(quickstart_model(folder), folder / "model", like="1")
@@ -118,8 +148,7 @@ def sheets(folder: Path) -> Path:
 def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp_path: Path, seed: int) -> None:
     """One turn cannot know more than the prompt, which is the same in all rows: at best it says the commonest label."""
     config, files = sheets(tmp_path), [str(SBATCH / name) for name in ("recipes/tools_grpo.toml", "quickstart.toml")]
-    code, output = train(config, tmp_path / "run", f"--train.seed={seed}", command=[*TRAIN, *files], warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "run", f"--train.seed={seed}", command=[*TRAIN, *files])
     labels = Counter(json.loads(line)["label"] for line in (tmp_path / "rows.jsonl").read_text().splitlines())
     one_turn = max(labels.values()) / labels.total()
     rows = metrics(tmp_path / "run")
@@ -151,8 +180,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     config.write_text(config.read_text() + OTHER_SOURCE)
     game.write_text(LOOK)
     words = (*TURNS, f"--reward.model_name_or_path={make_reward(folder / 'scores')}", "--ckpt.save_steps=0")
-    code, output = train(config, folder / "run", *words, f"--env.path={game}", warm=True)
-    assert code == 0, output
+    finished(config, folder / "run", *words, f"--env.path={game}")
     return Played(config, words, folder / "run", game)
 
 
@@ -201,56 +229,10 @@ def _status(run_dir: Path, *words: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
-@pytest.mark.full  # a tool is learned above; test_run_training has the command, and generate below the environments
-def test_two_turns_learn_what_one_cannot_and_eval_plays_them(played: Played, tmp_path: Path) -> None:
-    """The digit that counts is known after the first turn only: without a look at it, 0.5 is the most."""
-    words = (*played.words, f"--env.path={played.game}", "--train.max_steps=48")
-    code, output = train(played.config, tmp_path / "run", *words, warm=True)
-    assert code == 0, output
-    # Five seeds end between 0.99 and 1, two of them with the instructions of AVX2 alone; without learning, at 0.
-    assert statistics.mean(row["reward"] for row in metrics(tmp_path / "run")[-8:]) > 0.85
-    config = tmp_path / "eval.toml"
-    config.write_text(played.config.read_text().replace(OTHER_SOURCE, ""))
-    for name in ("eval.jsonl", "prompts.jsonl", "model"):
-        (tmp_path / name).symlink_to(played.config.parent / name)
-    words = ("--reward.remote_url=", "--rollout.max_new_tokens=4", f"--env.path={played.game}")
-    words += (f"--model={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--eval.temperature=0")
-    code, output = train(config, tmp_path / "out", *words, command=[*COMMAND[:-1], "eval"], warm=True)
-    assert code == 0, output
-    lines = [json.loads(line) for line in (tmp_path / "out" / "eval.jsonl").read_text().splitlines()]
-    assert len(lines) == 24
-    assert statistics.mean(line["score"] for line in lines) > 0.85
-    digits = ["37"[sum(map(ord, line["prompt"])) % 2] * 6 for line in lines]
-    assert all(digit in line["response"] for digit, line in zip(digits, lines, strict=True))
-
-
-GUESSES = (
-    *("--reward.remote_url=", "--rollout.max_new_tokens=1", "--env.max_turns=3", "--rollout.n_samples_per_prompt=8"),
-    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.max_epochs=1"),
-    *("--rollout.batch_size=16", "--train.batch_size=128", "--train.max_steps=60", "--eval.dataset="),
-)
-
-
-@pytest.mark.full  # a tool is learned above
-@pytest.mark.parametrize("seed", [7, 8, 9])
-def test_a_guessing_game_is_won_more_often_than_one_guess_can(tmp_path: Path, seed: int) -> None:
-    """One guess is right in a third of the games; of three, with answers in between, one always can be."""
-    config = workspace(tmp_path)
-    (tmp_path / "game.py").write_text(GUESS)
-    path = f"--env.path={tmp_path / 'game.py'}"
-    code, output = train(config, tmp_path / "run", *GUESSES, path, f"--train.seed={seed}", warm=True)
-    assert code == 0, output
-    rows = metrics(tmp_path / "run")
-    rewards = [row["reward"] for row in rows]
-    print([round(reward, 3) for reward in rewards], [round(row["turns"], 2) for row in rows][-8:])
-    # A policy that finds two of the digits stays at two thirds for long: seeds 7, 8 and 9 end at 0.71, 0.99 and 1.
-    assert statistics.mean(rewards[-8:]) > 0.5
-
-
 def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:
     config = generation_workspace(tmp_path, 160)
     fault = '        1 / (len(row["input"]) % 5)\n'
-    (tmp_path / "game.py").write_text(GUESS.replace("        self.digit", f"{fault}        self.digit", 1))
+    (tmp_path / "game.py").write_text(LOOK.replace("        self.digit", f"{fault}        self.digit", 1))
     overrides = ("--reward.remote_url=", "--env.max_turns=2", "--generate.max_samples=12", "--env.workers=2")
     words = (*overrides, f"--env.path={tmp_path / 'game.py'}")
     with started(config, tmp_path / "run", *words, command=COMMAND, warm=True) as job:

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import signal
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from campaign.workload import PLUGIN
-from dying_ranks import Death, dying, trainers_die
-from held_runs import ENGINE
 from holds import HOLD, Holds
-from patched_ranks import patched_engines
+from patched_ranks import patched, patched_engines
 from sums_task import REWARD
-from training_runs import metrics, started, summary, timeless, train, workspace
+from training_runs import finished, metrics, started, summary, timeless, workspace
 from waiting import scaled
 from whole_run import SMALL, WORLD, small_run, whole_run
 
@@ -33,6 +33,49 @@ def reward_func(queries, prompts, labels, step, **kwargs):
         return [1.0 / (step - step) for _ in queries]
     return [1.0 for _ in queries]
 """
+
+
+# --- ranks that kill themselves when they take a call for the n-th time -----------------------------------------------
+
+
+_SOURCE = """
+import json, os, signal, sys
+
+role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
+if role and "LOCAL_RANK" in os.environ:
+    from slurm_rlhf.wire.client import ControlClient
+
+    me = [role, int(os.environ.get("RANK", "-1"))]
+    deaths = [death for death in json.loads(os.environ["TEST_DEATHS"]) if death[:2] == me]
+    receive, taken = ControlClient.receive, {}
+
+    def dying_receive(self, *args):
+        request = receive(self, *args)
+        if request is not None:
+            taken[request.method] = taken.get(request.method, 0) + 1
+            for number, (_, _, method, count) in enumerate(deaths):
+                if (method, count) == (request.method, taken.get(method)):
+                    try:
+                        os.close(os.open(f"{os.environ['TEST_DEAD']}.{role}.{number}", os.O_CREAT | os.O_EXCL))
+                    except FileExistsError:
+                        continue
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return request
+
+    ControlClient.receive = dying_receive
+"""
+
+
+Death = tuple[str, int, str, int]
+"""Role, rank, method, and the number of the call among those that its process has taken, from 1."""
+
+
+def dying(directory: Path, deaths: Sequence[Death]) -> AbstractContextManager[None]:
+    """Ranks of runs that start within it die so: one process each, whichever comes there first."""
+    return patched(directory, _SOURCE, TEST_DEATHS=json.dumps(deaths), TEST_DEAD=str(directory / "dead"))
+
+
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +150,25 @@ def test_trainers_that_die_start_again_with_the_engines(tmp_path_factory: pytest
     """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
     The engines live through both, and the numbers are those of the undisturbed run.
     """
-    calm, deaths = whole_run(tmp_path_factory), [Death("actor", 1, "train_step", 3), Death("critic", 0, "values", 3)]
+    calm, deaths = whole_run(tmp_path_factory), [("actor", 1, "train_step", 3), ("critic", 0, "values", 3)]
     run_dir = calm.config.parent / "restarted"
-    trainers_die(calm.config, run_dir, WORLD, deaths)
+    with dying(run_dir.with_suffix(".deaths"), deaths), started(calm.config, run_dir, *WORLD, warm=True) as run:
+        run.wait_for_file("logs/rollout.*.1.log")
+        engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
+        run.wait_for_file("eval/step_000003.json")
+        assert sorted(run.workers("rollout")) == engines
+        assert not set(run.workers("actor")) & set(actors)
+        code, output = run.wait()
+        run.assert_gone()
+    assert code == 0, output
+    assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in output
+    assert "there is no checkpoint yet: the run begins anew, with the initial weights" in output
+    assert "restart 2 of 3 in this job" in output
+    assert "step_000002 at step 2/4" in output
+    found = [event.text for event in read_events(run_dir / "events.jsonl") if event.event == "restart"]
+    died = [re.match(r"role (\w+) died: rank (\d) on \S+ \(pid \d+\) was killed by SIGKILL", text) for text in found]
+    assert [one and one[1] for one in died] == ["actor", "critic"]
+    assert [why in text for why, text in zip(summary(run_dir)["restarts"], found, strict=True)] == [True, True]
     assert timeless(metrics(run_dir)) == timeless(metrics(calm.run_dir))
 
 
@@ -120,9 +179,8 @@ def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
     """It is killed when it gets the weights for step 2: the numbers are those of roles with slots of their own."""
     calm = small_run(tmp_path_factory)
     run_dir, words = calm.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
-    with dying(run_dir.with_suffix(".deaths"), [Death("rollout", -1, "sync_receive", 3)]):
-        code, output = train(calm.parent / "run.toml", run_dir, *SMALL, *words, warm=True)
-    assert code == 0, output
+    with dying(run_dir.with_suffix(".deaths"), [("rollout", -1, "sync_receive", 3)]):
+        output = finished(calm.parent / "run.toml", run_dir, *SMALL, *words)
     assert "role rollout died: rank 0 of engine 0" in output
     assert "restart 1 of 3 in this job: actor, critic, rollout start again" in output
     assert "step_000001 at step 1/2" in output
@@ -130,6 +188,22 @@ def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
 
 
 # --- run hangs --------------------------------------------------------------------------------------------------------
+
+
+"""An engine that a test makes hang and lets go again, as `campaign.holds` does with the rest of a run."""
+
+ENGINE = """
+import time
+from pathlib import Path
+
+def change(module):
+    step = module.VllmEngine.step
+    def endless_step(engine):
+        while (Path({hold!r}) / "engine").exists():
+            time.sleep(0.02)
+        return step(engine)
+    module.VllmEngine.step = endless_step
+"""
 
 
 HELD = (

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from small_disk import small_disk
-from training_runs import Run, started, summary, train, workspace
-from waiting import HANG_S, scaled, until
+from training_runs import Run, finished, started, summary, workspace
+from waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -158,71 +158,6 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, full
     assert answers(output) == answers(calm / "output.jsonl")
 
 
-def wait_for_both(job: Run, output: Path) -> None:
-    """Until both engines have answered."""
-    until(lambda: {0, 1} <= {line["engine"] for line in lines_of(output)} or job.process.poll() is not None, "answers")
-    assert job.process.poll() is None, job.wait()
-
-
-@pytest.mark.full  # test_run_hf stops a rank, and the test above kills engines
-@pytest.mark.parametrize("width", [1, 2])
-def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
-    config: Path, calm: Path, tmp_path: Path, width: int
-) -> None:
-    """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before.
-
-    All of its ranks are ended then, and not with the job only.
-    """
-    run_dir, limit_s, rows = tmp_path / "job", round(scaled(4)), ROWS // width
-    output = run_dir / "output.jsonl"
-    slow = ("--vllm.max_num_seqs=2", f"--timeout.heartbeat={limit_s}")  # so that the other is not done before
-    sizes = (TWO, f"--vllm.tensor_parallel_size={width}", f"--generate.max_samples={rows}")
-    pace = config.with_name("pace")
-    pace.touch()  # the job outlives the loss
-    with started(config, run_dir, *sizes, *slow, command=COMMAND, warm=True) as job:
-        wait_for_both(job, output)
-        stopped = job.workers("rollout")[0]
-        os.kill(stopped, signal.SIGSTOP)
-        begun = time.monotonic()
-        job.wait_for_log("is lost")
-        assert time.monotonic() - begun > limit_s - 1  # not before: one interval of heartbeats may have passed
-        until(lambda: len(left := job.workers("rollout")) <= width and stopped not in left, "end of the engine's ranks")
-        assert job.process.poll() is None
-        pace.unlink()
-        code, said = job.wait()
-        job.assert_gone()
-    assert code == 0, said
-    silent = rf"\(pid (\d+)\) is lost: it was not heard from for {limit_s} s"
-    stated = re.search(rf"engine (\d) on \S+ is lost: rank (\d) of engine \d on \S+ {silent}", said)
-    assert stated, said
-    assert (int(stated[1]), int(stated[3])) == (int(stated[2]) // width, stopped)
-    assert re.search(r"its [1-9]\d* rows go to others; 1 of 2 engines are left", said)
-    assert_whole(output, rows)
-    if width == 1:  # sums in another order sample other tokens
-        assert answers(output) == answers(calm / "output.jsonl")
-
-
-@pytest.mark.full
-def test_late_answers_of_an_engine_that_was_stopped_are_not_written_again(
-    config: Path, calm: Path, tmp_path: Path
-) -> None:
-    """The other engine has nothing else to do and takes its rows; then it goes on, and answers them, too."""
-    run_dir = tmp_path / "job"
-    output = run_dir / "output.jsonl"
-    words = (TWO, "--vllm.max_num_seqs=2", f"--timeout.heartbeat={HANG_S}")  # it is given up after that
-    with started(config, run_dir, *words, command=COMMAND, warm=True) as job:
-        wait_for_both(job, output)
-        stopped = job.workers("rollout")[0]
-        os.kill(stopped, signal.SIGSTOP)
-        wait_for_lines(job, output, (ROWS - 2) * SAMPLES)
-        os.kill(stopped, signal.SIGCONT)
-        code, said = job.wait()
-    assert code == 0, said
-    assert "is lost" not in said
-    assert_whole(output, ROWS)
-    assert answers(output) == answers(calm / "output.jsonl")
-
-
 def test_another_model_or_sampling_is_refused_and_nothing_is_overwritten(config: Path, calm: Path) -> None:
     kept = (calm / "output.jsonl").read_bytes()
     code, said = generate(config, calm, "--rollout.temperature=0.5", "--train.seed=1")
@@ -249,8 +184,7 @@ def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Pat
     trained = workspace(tmp_path)
     run_dir = tmp_path / "run"
     small = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1", "--algo.advantage.estimator=reinforce")
-    code, said = train(trained, run_dir, *small, warm=True)
-    assert code == 0, said
+    finished(trained, run_dir, *small)
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
     rows = ("--generate.max_samples=20", "--rollout.temperature=0")
     for source, name in ((run_dir, "of_run"), (checkpoint, "of_checkpoint")):

@@ -6,28 +6,23 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from training_runs import metrics, summary, timeless, train, workspace
+from sums_task import SPREAD
+from training_runs import finished, metrics, summary, timeless, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LORA = ("--lora.rank=4", "--lora.alpha=8", "--actor.learning_rate=0.01", "--eval.dataset=")
-# The responses to a prompt nearly always differ in it: every step has a gradient.
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("lora"), REWARD)
+    return workspace(tmp_path_factory.mktemp("lora"), SPREAD)
 
 
 def test_ppo_with_engines_of_two_ranks_goes_on_bit_for_bit(config: Path, tmp_path: Path) -> None:
     words = (*LORA, "--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0.05", "--actor.num_gpus_per_node=2")
     words += ("--ds.zero_stage=2", "--ckpt.save_steps=2", "--train.full_determinism=true")
-    code, output = train(config, tmp_path / "whole", *words, "--train.max_steps=4", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "whole", *words, "--train.max_steps=4")
     assert summary(tmp_path / "whole")["world"].keys() == {"actor", "critic", "rollout"}  # no reference
     rows = metrics(tmp_path / "whole")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -41,8 +36,7 @@ def test_ppo_with_engines_of_two_ranks_goes_on_bit_for_bit(config: Path, tmp_pat
     assert rows[-1]["perf/sync_bytes"] == sent
 
     half = tmp_path / "whole" / "checkpoints" / "step_000002"
-    code, output = train(config, tmp_path / "again", *words, f"--resume={half}", "--train.max_steps=4", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "again", *words, f"--resume={half}", "--train.max_steps=4")
     assert timeless(metrics(tmp_path / "again")) == timeless(rows[2:])
 
 
@@ -53,8 +47,7 @@ def adapter_of(run_dir: Path) -> Path:
 def test_a_response_is_of_one_policy_where_engines_sample_ahead(config: Path, tmp_path: Path) -> None:
     words = (*LORA, "--vllm.sync_mode=inflight", "--train.async_queue_size=2", "--train.staleness_threshold=2")
     words += ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--train.full_determinism=false")
-    code, output = train(config, tmp_path / "run", *words, "--train.max_steps=4", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "run", *words, "--train.max_steps=4")
     rows = metrics(tmp_path / "run")
     for row in rows:
         assert row["mixed_responses"] == 0
@@ -65,8 +58,7 @@ def test_a_response_is_of_one_policy_where_engines_sample_ahead(config: Path, tm
 def test_the_actors_ranks_sample_with_their_adapters(config: Path, tmp_path: Path) -> None:
     words = (*LORA, "--rollout.engine=hf", "--actor.num_gpus_per_node=2", "--ds.zero_stage=3")
     words += ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0.05")
-    code, output = train(config, tmp_path / "run", *words, "--train.max_steps=3", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "run", *words, "--train.max_steps=3")
     assert summary(tmp_path / "run")["world"] == {"actor": 2}
     rows = metrics(tmp_path / "run")
     assert all(row["rollout_logprob_diff_max"] < 1e-4 for row in rows)

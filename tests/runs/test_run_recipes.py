@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from patched_ranks import Call, calls, noted
+from sums_task import SPREAD
 from tiny_models import make_reward
-from training_runs import COMMAND, Run, metrics, saved, summary, timeless, train, workspace
+from training_runs import COMMAND, Run, finished, metrics, saved, summary, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,16 +30,11 @@ MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batc
 """What the quickstart switches off in a recipe, because its answers are short and its batches small."""
 ROLES = {"ppo": {"critic", "reference"}, "reinforce_pp": {"reference"}, "rloo": {"reference"}}
 """Roles of a recipe but the actor and the engines."""
-# Of rows of a group without spread there is no gradient: a reward by which responses to a prompt always differ.
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("recipes"), REWARD)
+    return workspace(tmp_path_factory.mktemp("recipes"), SPREAD)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in RECIPES])
@@ -71,8 +67,7 @@ def test_code_is_scored_in_the_sandbox(config: Path, tmp_path: Path) -> None:
     files = [str(SBATCH / "recipes" / "code_grpo.toml"), str(SBATCH / "quickstart.toml")]
     words = (f"--data.prompt_dataset={tmp_path / 'code.jsonl'}", "--reward.remote_url=", "--reward.workers=2")
     words += (*SMALL, "--rollout.max_new_tokens=2", "--rollout.batch_size=32", "--train.batch_size=128")
-    code, output = train(config, tmp_path / "run", *words, command=[*COMMAND, *files], warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "run", *words, command=[*COMMAND, *files])
     found = metrics(tmp_path / "run")
     print([row["accuracy"] for row in found])
     assert all(row["reward"] == row["accuracy"] < 1 and row.get("reward/failed", 0) == 0 for row in found)
@@ -103,8 +98,7 @@ COMPONENT_KEYS = (
 def test_components_ends_and_the_mask_go_through_a_run(tmp_path: Path) -> None:
     config = workspace(tmp_path, COMPONENTS)
     with noted(tmp_path / "noted") as file:
-        code, output = train(config, tmp_path / "run", *COMPONENT_KEYS, warm=True)
-    assert code == 0, output
+        output = finished(config, tmp_path / "run", *COMPONENT_KEYS)
     assert summary(tmp_path / "run")["world"] == {"actor": 1, "rollout": 1}
     for row in metrics(tmp_path / "run"):
         assert row["reward"] == row["reward/right"]
@@ -151,8 +145,7 @@ def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
     """Which prompts come next, how many a round has and which engine gets them: all as if nothing had happened."""
     config = workspace(tmp_path, PARITY)
     world = (*FILTERED, "--vllm.num_engines=2", "--ckpt.save_steps=1")
-    code, output = train(config, tmp_path / "whole", *world, warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "whole", *world)
     rows = metrics(tmp_path / "whole")
     for row in rows:
         assert row["reward_constant"] == 0  # every group has spread
@@ -160,8 +153,7 @@ def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
         assert row["dynamic_filtering/pass_rate"] * row["dynamic_filtering/prompts"] >= BATCH - 1e-6
     # What a run that was killed after its first checkpoint would go on from.
     first = tmp_path / "whole" / "checkpoints" / "step_000001"
-    code, output = train(config, tmp_path / "resumed", *world, f"--resume={first}", warm=True)
-    assert code == 0, output
+    finished(config, tmp_path / "resumed", *world, f"--resume={first}")
     assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[1:])
     assert len(rows) == 3
 
@@ -217,8 +209,7 @@ def bypassed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[
     path = tmp_path_factory.mktemp("bypass")
     config = workspace(path, SEVENS)
     with noted(path / "noted") as file:
-        code, output = train(config, path / "run", *BYPASS, warm=True)
-    assert code == 0, output
+        output = finished(config, path / "run", *BYPASS)
     return path / "run", output, calls(file)
 
 
@@ -277,8 +268,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     config = workspace(path)
     make_reward(path / "rm", hidden=128, heads=4, kv_heads=2)
-    code, output = train(config, path / "run", *SHARDED, f"--reward.model_name_or_path={path / 'rm'}", warm=True)
-    assert code == 0, output
+    finished(config, path / "run", *SHARDED, f"--reward.model_name_or_path={path / 'rm'}")
     return path / "run"
 
 

@@ -15,7 +15,7 @@ from kit_gpus import visible
 from patched_ranks import patched_engines
 from random_models import make_model
 from safetensors import safe_open
-from training_runs import metrics, started, train, workspace
+from training_runs import finished, metrics, started, workspace
 from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
@@ -118,8 +118,7 @@ def test_fp16_in_trainer_and_engine(tmp_path: Path) -> None:
     config = workspace(tmp_path / "work")
     words = ["--ds.param_dtype=fp16", "--ds.fp32_lm_head=true", "--ds.initial_scale_power=20"]
     run_dir = tmp_path / "run"
-    code, output = train(config, run_dir, *words, f"--train.max_steps={STEPS}", "--eval.dataset=", warm=True)
-    assert code == 0, output
+    finished(config, run_dir, *words, f"--train.max_steps={STEPS}", "--eval.dataset=")
     rows = metrics(run_dir)
     assert len(rows) == STEPS
     for role in ("actor", "critic"):
@@ -192,7 +191,7 @@ def test_no_critic_and_no_reference_ran_or_were_saved(run: tuple[Path, str]) -> 
     assert list((run_dir / "final").glob("*.safetensors"))
 
 
-def test_the_plan_has_no_row_of_tsuccessors(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_no_row_of_theirs(run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     """From the configuration that the run left behind, by the command line."""
     assert main(["plan", str(run[0] / "runs" / "from_python" / "config.toml"), "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["world"]) == {"actor", "rollout"}

@@ -1,4 +1,4 @@
-"""Whole runs with engines of two ranks: two at once, one that is killed and starts again, an engine that comes late."""
+"""A whole run with engines of two ranks: one that comes late, and one that loses a rank and starts again."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ import pytest
 from holds import Holds
 from patched_ranks import patched
 from sums_task import PACE
-from training_runs import Run, metrics, started, timeless, train, workspace
-
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.engine.tp_engine import EnginePlace
-from slurm_rlhf.ranks.engine_follower import segment_prefix
+from training_runs import Run, metrics, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TP = (
     *("--vllm.tensor_parallel_size=2", "--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
-    *("--eval.dataset=", "--train.num_episodes=1000"),
+    *("--eval.dataset=", "--train.num_episodes=1000", "--train.max_steps=100000"),
 )
-ENDLESS = "--train.max_steps=100000"
 LATE = """
 import os, sys, time
 
@@ -54,38 +49,20 @@ def place() -> Iterator[Path]:
 def late(config: Path, place: Path) -> Iterator[Run]:
     """A run of two engines, of which the second starts when `engine_1` exists."""
     with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "engine_1"), TMPDIR=str(place)):
-        words = (*TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false")
+        words = (*TP, "--vllm.num_engines=2", "--train.full_determinism=false")
         run = Run(config, config.parent / "late", *words)
     yield run
     run.end()
-
-
-@pytest.fixture(scope="module")
-def killed(config: Path, late: Run) -> list[str]:
-    """Metrics of a run that was killed while the other one ran, with everything it had started."""
-    with started(config, config.parent / "killed", *TP, ENDLESS, warm=True) as run:
-        run.wait_for_step(2)
-        run.end()
-        run.assert_gone()
-    return timeless(metrics(config.parent / "killed"))[:2]
 
 
 def conductor_log(run: Run) -> str:
     return next((run.run_dir / "logs").glob("conductor.*.log")).read_text()
 
 
-@pytest.mark.full  # test_slurm_run has two runs on shared nodes, and the test above an engine that is late
-def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_second(
-    config: Path, late: Run, killed: list[str]
-) -> None:
-    assert len(killed) == 2
+def test_the_late_engine_joins_with_the_current_weights(config: Path, late: Run) -> None:
     late.wait_for_step(1)
     assert "engine 0 takes part" in conductor_log(late)
     assert "engine 1 takes part" not in conductor_log(late)
-
-
-def test_the_late_engine_joins_with_the_current_weights(config: Path, late: Run) -> None:
-    late.wait_for_step(1)
     (config.parent / "engine_1").touch()
     late.wait_for_log("engine 1 takes part")
     late.wait_for_step(len(metrics(late.run_dir)) + 2)
@@ -118,19 +95,6 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     late.assert_gone()
     root = place / f"slurm_rlhf.{os.getuid()}"
     assert set(place.rglob("*")) == {root, root / ".lock"}
-
-
-@pytest.mark.full  # test_run_lora has engines of two ranks that give the same bits
-def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
-    prefixes = [
-        segment_prefix(Config(run_dir=str(config.parent / name)), EnginePlace(engine, 0, 2, ""))
-        for name in ("late", "killed")
-        for engine in range(2)
-    ]
-    assert [left for prefix in prefixes for left in Path("/dev/shm").glob(f"{prefix}*")] == []
-    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", warm=True)
-    assert code == 0, output
-    assert timeless(metrics(config.parent / "killed")) == killed
 
 
 def _rank(pid: int) -> str:

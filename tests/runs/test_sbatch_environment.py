@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from checkout import MADE_HERE, ROOT, without_network
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from programs import write_program
 from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -78,11 +78,8 @@ def test_help_starts_nothing(checkout: Path) -> None:
 
 
 def test_a_python_that_is_missing_or_unsuitable_is_named(checkout: Path, tmp_path: Path) -> None:
-    old = tmp_path / "old-python"
-    old.write_text(
-        f"#!/bin/sh\n{{ echo 'import sys; sys.version_info = (3, 9, 2)'; cat; }} | exec {sys.executable} -\n"
-    )
-    old.chmod(0o755)
+    words = f"#!/bin/sh\n{{ echo 'import sys; sys.version_info = (3, 9, 2)'; cat; }} | exec {sys.executable} -\n"
+    old = write_program(tmp_path / "old-python", words)
     missing = run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON="python-of-mine")
     assert missing.returncode == 1
     assert "python-of-mine: not found" in missing.stderr
@@ -142,10 +139,7 @@ esac
 
 @pytest.fixture
 def stub(tmp_path: Path) -> str:
-    program = tmp_path / "stub-python"
-    program.write_text(STUB)
-    program.chmod(0o755)
-    return str(program)
+    return str(write_program(tmp_path / "stub-python", STUB))
 
 
 def test_a_checkout_has_one_of_two_environments_and_is_reported_when_one_takes_the_others_place(
@@ -178,9 +172,7 @@ def test_a_checkout_has_one_of_two_environments_and_is_reported_when_one_takes_t
 @pytest.fixture
 def aarch64(tmp_path: Path) -> str:
     """PATH of such a machine, as far as uname goes."""
-    (tmp_path / "arm").mkdir()
-    (tmp_path / "arm" / "uname").write_text('#!/bin/sh\n[ "$1" = -m ] || printf "Linux "\necho aarch64\n')
-    (tmp_path / "arm" / "uname").chmod(0o755)
+    write_program(tmp_path / "arm" / "uname", '#!/bin/sh\n[ "$1" = -m ] || printf "Linux "\necho aarch64\n')
     return f"{tmp_path / 'arm'}:{os.environ['PATH']}"
 
 
@@ -282,9 +274,7 @@ def test_the_help_of_the_environment(checkout: Path) -> None:
 
 def test_too_little_room_is_said_before_anything_goes(checkout: Path, stub: str, tmp_path: Path) -> None:
     assert run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON=stub).returncode == 0
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho head; echo a b c 12000 d e\n")
-    (tmp_path / "bin" / "df").chmod(0o755)
+    write_program(tmp_path / "bin" / "df", "#!/bin/sh\necho head; echo a b c 12000 d e\n")
     variables = {"SLURM_RLHF_PYTHON": stub, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     result = run(checkout / "sbatch" / "environment.sh", "--gpu", **variables)
     assert result.returncode == 1
@@ -338,33 +328,6 @@ def test_the_gpu_lock_has_what_its_packages_want_of_each_other() -> None:
                 if not wanted.specifier.contains(version, prereleases=True):
                     wrong.append(f"{name} wants {wanted}, the list has {version}")
     assert not wrong
-
-
-@pytest.mark.full
-def test_the_gpu_lock_takes_no_cpu_build_of_torch_where_an_index_has_one(tmp_path: Path) -> None:
-    """By pip itself, from a directory with both."""
-    for name in ("2.13.0", "2.13.0+cpu"):
-        _wheel(tmp_path, "torch", name)
-    line = re.search("^torch=.*", (ROOT / "sbatch" / "gpu.lock").read_text(), re.MULTILINE)
-    assert line is not None
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--no-index"]
-    found = subprocess.run(
-        [*command, f"--find-links={tmp_path}", line[0]],
-        env={"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert "Would install torch-2.13.0\n" in found.stdout, found.stdout + found.stderr
-
-
-def _wheel(directory: Path, name: str, version: str) -> None:
-    info = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from model_configs import SHAPES, make_shape
+from programs import write_program
 from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
@@ -114,10 +115,7 @@ def test_scripts_are_short_and_clean(name: str) -> None:
 def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) -> None:
     checkout, spool = tmp_path / "checkout", tmp_path / "spool"
     shutil.copytree(SBATCH, checkout / "sbatch", ignore=shutil.ignore_patterns("__pycache__"))
-    program = checkout / ".venv" / "bin" / "slurm-rlhf"
-    program.parent.mkdir(parents=True)
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    program.chmod(0o755)
+    write_program(checkout / ".venv" / "bin" / "slurm-rlhf", '#!/bin/sh\nprintf "%s\\n" "$@"\n')
     spool.mkdir()
     script = shutil.copy(SBATCH / "ppo_32b.sh", spool / "slurm_script")
     words = ["bash", script, "--train.seed=1", "--data.input_template=a b {}"]
@@ -162,9 +160,7 @@ def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: P
     assert "--slurm.container_runtime=pyxis" in text
 
     activate = tmp_path / "rlhf" / "bin" / "activate"
-    activate.parent.mkdir(parents=True)
-    (activate.parent / "slurm-rlhf").write_text('#!/bin/sh\nprintf "%s\\n" "$LOADED" "$@"\n')
-    (activate.parent / "slurm-rlhf").chmod(0o755)
+    write_program(activate.parent / "slurm-rlhf", '#!/bin/sh\nprintf "%s\\n" "$LOADED" "$@"\n')
     activate.write_text(f"PATH={activate.parent}:$PATH\n")
     hooks = [
         "module() { export LOADED=$*; }",

@@ -72,14 +72,9 @@ def test_the_model_is_a_tied_qwen2_of_a_million_parameters(written: Path) -> Non
 
 def test_the_reward_is_one_for_the_right_sum_alone() -> None:
     texts = ["919", "91", "9190", "", "909"]
-    ids = np.zeros(1, dtype=np.int32)
-    prompts = [Prompt(0, "237+682=", ids, "919") for _ in texts]
-    answers = [
-        Trajectory(0, i, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop", text, [])
-        for i, text in enumerate(texts)
-    ]
     function = RewardFunction.load(str(SBATCH / "quickstart_reward.py"))
-    assert function(prompts, answers).rewards.tolist() == [1, 0, 0, 0, 0]
+    asked = answered([{"input": "237+682=", "label": "919"}] * len(texts), texts)
+    assert function(*asked).rewards.tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import CHECKOUT, Cluster
 from stage_runs import make_sums
-from training_runs import metrics, timeless, train, workspace
+from training_runs import finished, metrics, timeless, workspace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
@@ -45,8 +45,7 @@ def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     script.write_text(SCRIPT.format(train=" ".join(words), sft=" ".join([*sft, f"--sft.output_dir={stage}/out"])))
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=2", "--mem=16000", f"--output={output}", str(script))
     torchrun = slurm.shared / "torchrun"
-    code, said = train(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2", warm=True)
-    assert code == 0, said
+    finished(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2")
     assert slurm.wait_over(job) == ("COMPLETED", 0), output.read_text()
     said = output.read_text()
     silent, _, run = said.partition("silent worlds: 2\n")

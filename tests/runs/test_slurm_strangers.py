@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from attackers import counted
 from intruders import record
 from open_ports import Listening, Strangers, listening
 from slurm_cluster import SMALL, Cluster, said
-from training_runs import metrics, timeless, train, workspace
+from training_runs import finished, metrics, timeless, workspace
 
 from slurm_rlhf.wire.auth import RunKeys
 
@@ -23,8 +22,7 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
     """They come from the login node to every port of every process of both nodes, as soon as it listens."""
     config = workspace(slurm.shared / "ways")
     calm, run_dir = config.parent / "calm", slurm.shared / "visited"
-    code, output = train(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2", warm=True)
-    assert code == 0, output
+    finished(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2")
 
     job = slurm.submit(config, run_dir, NODES, *SMALL, *LENGTH)
     words = f"--run_dir={run_dir}"
@@ -66,3 +64,10 @@ def lines(slurm: Cluster, words: str) -> list[str]:
 
 def over(slurm: Cluster, job: int) -> bool:
     return slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING")
+
+
+def counted(log: str) -> dict[str, int]:
+    """What the conductor wrote about its control port when it closed it."""
+    (line,) = [line for line in log.splitlines() if "control port:" in line]
+    words = line.partition("control port: ")[2].split(", ")
+    return {name: int(number) for number, _, name in (word.partition(" ") for word in words)}

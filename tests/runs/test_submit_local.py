@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from training_runs import Run, workspace
-from waiting import HANG_S
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
@@ -30,7 +26,6 @@ SMALL = (
     *("--slurm.time=30", "--slurm.signal_lead_s=60"),
 )
 """An actor rank and an engine."""
-LOOK = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +48,6 @@ def task(job: Any) -> int:
     return next(child.pid for child in children if "submitit.core._submit" in child.cmdline())
 
 
-def cli(*words: str) -> str:
-    command = [sys.executable, "-c", LOOK, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S).stdout
-
-
 def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> None:
     run_dir = config.parent / "local"
     job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
@@ -75,33 +65,3 @@ def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> Non
     assert "Requeued job" in said
     assert "resuming from" in said
     assert said.count(f"{STEPS}/{STEPS}") == 1
-
-
-@pytest.mark.full  # test_slurm_run has a role that dies, with its last lines
-def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -> None:
-    run_dir = config.parent / "failed"
-    job, run = submitted(
-        config, run_dir, "--train.max_steps=1000", "--train.num_episodes=1000", "--train.max_restarts=0"
-    )
-    try:
-        run.wait_for_step(1)
-        assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))
-        os.kill(run.worker("actor"), signal.SIGKILL)
-        error = job.exception()
-        run.assert_gone()
-    finally:
-        run.end()
-    assert error is not None
-    assert "role actor died" in str(error)
-    assert "The last lines of" in str(error)
-    shown = cli("status", str(run_dir))
-    assert "role actor died" in shown
-    assert "started without Slurm" in shown
-
-
-def test_bad_configuration_is_not_submitted(config: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", LOOK, "submit", str(config), f"--run_dir={tmp_path / 'run'}"]
-    done = subprocess.run([*command, "--slurm.time=soon"], capture_output=True, text=True, timeout=HANG_S, check=False)
-    assert done.returncode == 2
-    assert "slurm.time = 'soon' is no time limit" in done.stderr
-    assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_templates import TEMPLATES, write_tokenizer
-from random_models import tiny_tokenizer
+from random_models import saved_tokenizer
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -39,13 +39,6 @@ class Environment:
 """
 
 
-def tokenizer_in(directory: Path, template: str = "") -> Tokenizer:
-    made = tiny_tokenizer()
-    made.chat_template = template or None
-    made.save_pretrained(directory)
-    return Tokenizer.load(directory)
-
-
 MADE: list[Environments] = []
 NOTES: list[str] = []
 
@@ -60,12 +53,12 @@ def _closed() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_in(tmp_path_factory.mktemp("plain"))
+    return saved_tokenizer(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return tokenizer_in(tmp_path_factory.mktemp("chat"), CHAT)
+    return saved_tokenizer(tmp_path_factory.mktemp("chat"), CHAT)
 
 
 def environments(tmp_path: Path, tokenizer: Tokenizer, code: str = GAME, **settings: Any) -> Environments:
@@ -214,7 +207,7 @@ def test_without_a_prompt_of_its_own_an_environment_gets_the_messages_of_the_row
 def test_a_template_that_changes_earlier_turns_is_refused(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content if loop.last else m.content[:-2] }}*{% endfor %}"
     with pytest.raises(ModelError, match="changes earlier messages when others follow"):
-        environments(tmp_path, tokenizer_in(tmp_path / "model", template))
+        environments(tmp_path, saved_tokenizer(tmp_path / "model", template))
 
 
 def lost(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], **settings: Any) -> str:

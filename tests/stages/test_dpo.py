@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_models import tiny_tokenizer
-from stage_runs import run
+from random_models import saved_tokenizer
+from stage_runs import metrics, run
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.schema import Data
@@ -25,11 +24,8 @@ PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    made = tiny_tokenizer()
-    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    made.save_pretrained(directory)
-    return Tokenizer.load(directory)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
 
 
 def pairs_of(directory: Path, tokenizer: Tokenizer, *rows: Any, **data: Any) -> Any:
@@ -95,11 +91,6 @@ def dpo(directory: Path, *words: str, launcher: tuple[str, ...] = ()) -> subproc
     return run([sys.executable, *launcher, str(directory / "slurm-rlhf"), "dpo", "job.toml", *words], directory, {})
 
 
-def metrics(directory: Path) -> list[dict[str, float]]:
-    lines = (directory / "out.run" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dpo")
@@ -113,37 +104,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_it_learns_to_prefer(trained: Path) -> None:
-    rows = metrics(trained)
+    rows = metrics(trained / "out.run")
     assert len(rows) == 12
     assert (rows[0]["margin"], rows[0]["loss"]) == (pytest.approx(0, abs=1e-5), pytest.approx(np.log(2), abs=1e-5))
     assert rows[-1]["preferred"] == 1.0
     assert rows[-1]["margin"] > 0.5
     assert [row["lr"] for row in rows] == pytest.approx(np.linspace(1e-3, 1e-4, 12))  # to actor.lr_min_ratio
     assert (trained / "out" / "config.json").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.full  # test_sft stops and kills a stage
-def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(trained: Path, tmp_path: Path) -> None:
-    make_job(tmp_path)
-    words = ("--actor.model_name_or_path", str(trained / "model"))
-    stop = (
-        "import os, signal, sys\nfrom slurm_rlhf.stages.stage import StageTrainer\nstep = StageTrainer.train_step\n"
-        "def train_step(self, *given):\n    self.taken = getattr(self, 'taken', 0) + 1\n"
-        "    if self.taken == 5: os.kill(os.getpid(), signal.SIGTERM)\n    return step(self, *given)\n"
-        "StageTrainer.train_step = train_step\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n"
-    )
-    whole = (tmp_path / "slurm-rlhf").read_text()
-    (tmp_path / "slurm-rlhf").write_text(stop)
-    first = dpo(tmp_path, *words)
-    assert first.returncode == 143, first.stderr
-    assert "stopped by SIGTERM; saved at step 5/12" in first.stdout
-    (tmp_path / "slurm-rlhf").write_text(whole)
-    second = dpo(tmp_path, *words)
-    assert second.returncode == 0, second.stderr
-    assert re.search(r"resuming from \S+ at step 5/12", second.stdout)
-    assert "computing the reference" not in second.stdout
-    assert metrics(tmp_path) == metrics(trained)
 
 
 @pytest.mark.slow
@@ -156,6 +123,8 @@ def test_two_ranks_do_what_one_does(trained: Path, tmp_path: Path, words: tuple[
         directory = tmp_path / str(len(found))
         directory.mkdir()
         make_job(directory)
+        script = directory / "slurm-rlhf"
+        script.write_text(f"import atexit\natexit.register(print, 'teardown')\n{script.read_text()}")
         more = (
             f"--actor.model_name_or_path={trained / 'model'}",
             "--dpo.max_steps=3",
@@ -163,7 +132,10 @@ def test_two_ranks_do_what_one_does(trained: Path, tmp_path: Path, words: tuple[
         )
         done = dpo(directory, *words, *more, launcher=launcher)
         assert done.returncode == 0, done.stderr
-        found.append(metrics(directory))
+        assert not launcher or "teardown" not in done.stdout, (
+            "threads of gloo abort it, if they still let go of a tensor"
+        )
+        found.append(metrics(directory / "out.run"))
     assert found[0][-1]["eval/loss"] < found[0][0]["loss"]
     for one, two in zip(*found, strict=True):
         assert one == pytest.approx(two, rel=1e-4, abs=1e-5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -97,26 +96,3 @@ def test_ranks_of_mpirun_write_the_metrics_of_torchrun(job: Path, measured: list
     unread = run([*mpirun(2, command(job)), "sft", "job.toml", "--actor.learning_rate=1"], job, {})
     assert unread.returncode == 2
     assert unread.stderr.count("--actor.learning_rate is not read by `slurm-rlhf sft`") == 1
-
-
-@pytest.mark.mpi
-@pytest.mark.full  # the test above starts the same ranks, test_mpi_failures sends the signal to a run
-def test_usr1_to_mpirun_saves_and_the_same_command_goes_on(job: Path) -> None:
-    words = ["sft", "job.toml", "--sft.max_epochs=100", "--sft.save_steps=0"]
-    with started([*mpirun(2, command(job)), *words, "--sft.output_dir=cut"], job) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if re.match(r"sft: step 2\d/500 ", line):
-                process.send_signal(signal.SIGUSR1)
-                break
-        said = process.stdout.read()
-        assert process.wait(HANG_S) == 0, said
-    stopped = re.search(r"saved at step (\d+)/500", said)
-    assert stopped, said
-    done = run([*mpirun(2, command(job)), *words, "--sft.output_dir=cut"], job, {})
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"at step {stopped[1]}/500" in done.stdout
-    assert run([*command(job), *words, "--sft.output_dir=whole"], job, {}).returncode == 0
-    assert timeless_metrics(job / "cut.run") == timeless_metrics(job / "whole.run")
-    lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if "cut.run" in line]

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +16,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from random_models import tiny_tokenizer
-from stage_runs import run
+from random_models import saved_tokenizer
+from stage_runs import metrics, run
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.cli.main import main
@@ -28,7 +27,6 @@ from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError, ModelError
 from slurm_rlhf.stages.examples import Examples, load_judged, load_pairs
-from slurm_rlhf.stages.kinds import RmTrainer
 from slurm_rlhf.trainer.frozen import RewardModel
 
 PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}
@@ -43,9 +41,7 @@ print("SCORES " + json.dumps([score for each in found for score in each.outputs.
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("tokenizer")
-    tiny_tokenizer().save_pretrained(directory)
-    return Tokenizer.load(directory)
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def written(directory: Path, rows: list[Any], name: str = "pairs.jsonl") -> Path:
@@ -130,11 +126,6 @@ def finished(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def metrics(directory: Path) -> list[dict[str, float]]:
-    lines = (directory / "out.run" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rm")
@@ -147,7 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_it_learns_what_is_preferred(trained: Path) -> None:
-    rows = metrics(trained)
+    rows = metrics(trained / "out.run")
     assert len(rows) == 12
     assert rows[-1]["loss"] < 0.3 < np.log(2) < rows[0]["loss"]
     assert (rows[-1]["preferred"], rows[-1]["eval/accuracy"]) == (1.0, 1.0)
@@ -216,46 +207,6 @@ def test_vllm_gives_the_scores_of_transformers(trained: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.full  # test_sft stops and kills a stage
-def test_it_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_job(tmp_path, eval_dataset="held_out.jsonl", eval_steps=2)
-    step, taken = RmTrainer.train_step, []
-
-    def stopped(self: RmTrainer, *given: Any) -> dict[str, float]:
-        taken.append(0)
-        if len(taken) == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, *given)
-
-    monkeypatch.setattr(RmTrainer, "train_step", stopped)
-    words = ("--actor.model_name_or_path", str(trained / "model"))
-    assert start(tmp_path, *words).returncode == 143
-    finished(start(tmp_path, *words))
-    assert len(taken) == 12
-    assert metrics(tmp_path) == metrics(trained)
-    files = [(job / "out" / "model.safetensors").read_bytes() for job in (trained, tmp_path)]
-    assert files[0] == files[1]
-
-
-@pytest.mark.slow
-@pytest.mark.full  # test_sft and test_dpo have two ranks
-def test_three_ranks_do_what_one_does(trained: Path, tmp_path: Path) -> None:
-    make_job(tmp_path, eval_dataset="held_out.jsonl", eval_steps=2)
-    more = (f"--actor.model_name_or_path={trained / 'model'}", "--rm.max_steps=3", "--ds.zero_stage=3")
-    script = tmp_path / "slurm-rlhf"
-    script.write_text(f"import atexit\natexit.register(print, 'teardown')\n{script.read_text()}")
-    done = start(tmp_path, *more, ranks=3)
-    finished(done)
-    assert "teardown" not in done.stdout, "threads of gloo abort it, if they still let go of a tensor"
-    for one, three in zip(metrics(trained)[:2], metrics(tmp_path)[:2], strict=True):
-        assert one.keys() == three.keys()
-        same = [name for name in one if name != "lr" and not name.startswith("eval/")]  # behind updates of another rate
-        assert all(three[name] == pytest.approx(one[name], rel=1e-6, abs=1e-6) for name in same)
-
-
-@pytest.mark.slow
 @pytest.mark.full  # its loss is checked in tests/algorithms
 def test_kto_learns_from_answers_alone(tmp_path: Path) -> None:
     make_job(tmp_path, "dpo", loss_type="kto", dataset="judged.jsonl", batch_size=12, max_epochs=4, learning_rate=1e-3)
@@ -268,7 +219,7 @@ def test_kto_learns_from_answers_alone(tmp_path: Path) -> None:
     written(tmp_path, rows, "judged.jsonl")
     held_out = ("--dpo.eval_dataset=judged.jsonl", "--dpo.eval_steps=4")
     finished(start(tmp_path, *held_out, command="dpo"))
-    one = metrics(tmp_path)
+    one = metrics(tmp_path / "out.run")
     measured = [row for row in one if "eval/loss" in row]
     assert [row["step"] for row in measured] == [4, 8, 12]
     assert measured[-1]["eval/loss"] < measured[0]["eval/loss"] < 0.5
@@ -282,7 +233,7 @@ def test_kto_learns_from_answers_alone(tmp_path: Path) -> None:
     finished(start(tmp_path, *held_out, "--dpo.output_dir=three", command="dpo", ranks=3))
     (tmp_path / "out.run").rename(tmp_path / "one.run")
     (tmp_path / "three.run").rename(tmp_path / "out.run")
-    for alone, three in zip(one, metrics(tmp_path), strict=True):
+    for alone, three in zip(one, metrics(tmp_path / "out.run"), strict=True):
         assert three == pytest.approx(alone, rel=1e-4, abs=1e-5)
 
 

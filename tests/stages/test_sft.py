@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stage_runs import run
+from stage_runs import metrics, run
 from tiny_models import make_tiny
 from waiting import HANG_S
 
@@ -74,11 +74,6 @@ def make_job(tmp_path: Path) -> Path:
 
 def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/40 loss (\S+)", output)}
-
-
-def metrics(record: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 @pytest.fixture(scope="module")

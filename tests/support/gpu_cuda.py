@@ -102,11 +102,6 @@ class Cuda:
     def is_available(self) -> bool:
         return bool(self._gpus)
 
-    def is_initialized(self) -> bool:
-        return True
-
-    def init(self) -> None: ...
-
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         return True
 
@@ -121,9 +116,6 @@ class Cuda:
 
     def get_device_name(self, device: Any = None) -> str:
         return self.get_device_properties(device).name
-
-    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        return 9, 0
 
     def get_device_properties(self, device: Any = None) -> Properties:
         index = self._device(device).index
@@ -140,9 +132,6 @@ class Cuda:
     def default_stream(self, device: Any = None) -> Any:
         return self._streams.default
 
-    def set_stream(self, stream: Any) -> None:
-        self._streams.choose(stream)
-
     def stream(self, stream: Any) -> Any:
         return self.StreamContext(stream)
 
@@ -157,28 +146,12 @@ class Cuda:
 
     memory_reserved = memory_allocated
 
-    def max_memory_allocated(self, device: Any = None) -> int:
-        self.memory_allocated(device)
-        return int(self._memory.peak[self._device(device).index])
-
-    max_memory_reserved = max_memory_allocated
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        index = self._device(device).index
-        self._memory.peak[index] = self._memory.held(index)
-
     def empty_cache(self) -> None: ...
 
     def ipc_collect(self) -> None: ...
 
-    def manual_seed(self, seed: int) -> None:
-        self._seed = seed
-
     def manual_seed_all(self, seed: int) -> None:
         self._seed = seed
-
-    def initial_seed(self) -> int:
-        return self._seed
 
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
         index = self._device(device).index

@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from programs import write_program
+
 HEAD = (
     "+-----------------------------------------------------------------------------------------+\n"
     "| NVIDIA-SMI {driver}             Driver Version: {driver}     CUDA Version: {cuda}     |\n"
@@ -42,7 +44,6 @@ def write_smi(
     said: str = "",
 ) -> Path:
     """`nvidia-smi` in `directory`, which is to come first on PATH. `said`: what it prints in place of cards."""
-    directory.mkdir(parents=True, exist_ok=True)
     texts = {
         "-L": said
         or "".join(f"GPU {i}: {line.split(', ')[2]} (UUID: {line.split(', ')[1]})\n" for i, line in enumerate(cards)),
@@ -51,8 +52,6 @@ def write_smi(
         "": said or HEAD.format(driver="580.95.05", cuda=cuda),
         "code": code,
     }
+    program = write_program(directory / "nvidia-smi", PROGRAM.format(texts=str(directory / "smi.json")))
     (directory / "smi.json").write_text(json.dumps(texts))
-    program = directory / "nvidia-smi"
-    program.write_text(PROGRAM.format(texts=str(directory / "smi.json")))
-    program.chmod(0o755)
     return program

@@ -53,7 +53,6 @@ class Memory:
     def __init__(self, gpus: int, total: int) -> None:
         self.gpus = gpus
         self.total = total
-        self.peak = [0] * gpus
         self.taken = [0] * gpus
         self.freed: Callable[[int], None] = lambda key: None
         """Called for a storage that nobody has any more."""
@@ -70,7 +69,6 @@ class Memory:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
             self._known[storage._cdata] = (StorageWeakRef(storage), index, storage.nbytes(), self)
             self.taken[index] += storage.nbytes()
-            self.peak[index] = max(self.peak[index], self.taken[index])
             return True
 
     def device_of(self, storage: Any) -> torch.device:
@@ -223,11 +221,6 @@ class DeviceMode(TorchFunctionMode):
 
     def _do_cpu(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return self._moved(args[0], func(*args, **kwargs), CPU, quick=False)
-
-    def _do_cuda(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        device = kwargs.get("device", args[1] if len(args) > 1 else None)
-        target = self._cuda._device("cuda" if device is None else device)
-        return self._moved(args[0], args[0], target, bool(kwargs.get("non_blocking")))
 
     def _do_numpy(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.where(args[0]) != CPU:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -20,6 +21,16 @@ def load_plain(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def expected_logprobs(model: Any, t: Trajectory, temperature: float, top_k: int = -1) -> np.ndarray:
+    """The log-probs of a response by a forward of `model`."""
+    ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].double() / temperature
+    if top_k > 0:
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
+    return logits.log_softmax(-1).gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0].numpy()
 
 
 class PlainPolicy:

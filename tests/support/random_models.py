@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.data.tokenizer import Tokenizer
+
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = string.digits + "+-*= " + string.ascii_letters
 MAX_POSITIONS = 512
@@ -123,6 +125,14 @@ def tiny_tokenizer() -> Any:
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
     )
+
+
+def saved_tokenizer(directory: Path, template: str | None = None) -> Tokenizer:
+    """Write the tiny tokenizer, and read it as a run does."""
+    made = tiny_tokenizer()
+    made.chat_template = template
+    made.save_pretrained(directory)
+    return Tokenizer.load(directory)
 
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:

@@ -241,18 +241,13 @@ def differences(trajectories: list[Trajectory], seeds: list[int], temperature: f
 
     Over tokens whose version is in `seeds` where there are several, over all tokens where there is one.
     """
-    import torch
+    from plain_policy import expected_logprobs
 
     largest = [0.0] * len(seeds)
     for t in trajectories:
-        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
         versions = np.concatenate([np.full(s.end - s.start, s.version) for s in t.versions])
         for i, seed in enumerate(seeds):
-            with torch.no_grad():
-                logits = model(seed)(ids).logits[0, len(t.prompt_ids) - 1 : -1].double() / temperature
-            if top_k > 0:
-                logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
-            expected = logits.log_softmax(-1).gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0].numpy()
+            expected = expected_logprobs(model(seed), t, temperature, top_k)
             chosen = versions == seed if len(seeds) > 1 else np.ones(len(versions), dtype=bool)
             gaps = np.abs(expected - t.rollout_logprobs)[chosen]
             largest[i] = max([largest[i], *gaps.tolist()])

@@ -55,8 +55,13 @@ def make_sums(directory: Path) -> None:
     (directory / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def timeless_metrics(record: Path) -> list[str]:
-    """Metrics of a stage without what a clock measured, as text: bit for bit."""
+def metrics(record: Path) -> list[dict[str, float]]:
+    """Metrics of a stage without what a clock measured."""
     file = record / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return [json.dumps({k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))}) for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def timeless_metrics(record: Path) -> list[str]:
+    """The same as text: bit for bit."""
+    return [json.dumps(row) for row in metrics(record)]

@@ -29,6 +29,11 @@ def reward_func(queries, prompts, labels, **kwargs):
     return hits[:1] if (HOLD / "reward-few").exists() else {"rewards": hits, "scores": hits}
 '''
 """What tests of runs reward, too."""
+SPREAD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
+"""
+"""A reward by which the responses to a prompt nearly always differ: every step has a gradient."""
 TINY = {
     "data.prompt_dataset": "prompts.jsonl",
     "data.max_len": 64,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from plain_policy import expected_logprobs, load_plain
 from ranks import Ranks
 from tiny_models import make_tiny
 from training_ranks import make_experience, share
@@ -112,15 +113,8 @@ def _train(actor: RoleHandle[ActorCalls]) -> None:
 
 def largest_gap(trajectories: list[Trajectory], directory: Path) -> float:
     """Largest difference of rollout log-probs from a transformers forward of `directory`'s weights in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    largest = 0.0
-    for t in trajectories:
-        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
-        with torch.no_grad():
-            logits = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].double() / SAMPLING.temperature
-        expected = logits.log_softmax(-1).gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0].numpy()
-        largest = max(largest, float(np.abs(expected - t.rollout_logprobs).max()))
-    return largest
+    model = load_plain(directory)
+    return max(
+        float(np.abs(expected_logprobs(model, t, SAMPLING.temperature) - t.rollout_logprobs).max())
+        for t in trajectories
+    )

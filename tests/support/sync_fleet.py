@@ -12,10 +12,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 from shaped_links import Links
-from sync_peer import Peer, describe, digest, hold, make_weights
+from sync_peer import Peer, configure, describe, digest, hold, make_weights
 from waiting import HANG_S
 
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weights.ends import Sender
 from slurm_rlhf.weights.group import SyncGroup, join
@@ -197,14 +196,6 @@ def _plain(argument: Any) -> dict[str, Any]:
     if isinstance(argument, int | str):
         return {"version" if isinstance(argument, int) else "host": argument}
     return {name: value for name, value in asdict(argument).items() if value is not None}
-
-
-def configure(settings: dict[str, Any]) -> Config:
-    config = Config()
-    for name, value in settings.items():
-        group, _, key = name.partition(".")
-        setattr(getattr(config, group), key, value)
-    return config
 
 
 def loaded(weights: WeightSync, engine: int) -> dict[str, str]:

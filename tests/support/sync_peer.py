@@ -133,6 +133,16 @@ def hold(weights: list[tuple[str, Any]], rank: int = 0, world: int = 1) -> dict[
     return held
 
 
+def configure(settings: dict[str, Any]) -> Any:
+    from slurm_rlhf.config.keys import put
+    from slurm_rlhf.config.schema import Config
+
+    config = Config()
+    for name, value in settings.items():
+        put(config, name, value)
+    return config
+
+
 class _Engine:
     def __init__(self) -> None:
         self.group: Any = None
@@ -264,14 +274,9 @@ class _Engine:
 
     def become(self, role: str, rank: int, settings: dict[str, Any]) -> None:
         """A rank of a run, for the conductor's calls below."""
-        from slurm_rlhf.config.schema import Config
         from slurm_rlhf.weights.ends import ActorEnd, EngineEnd
 
-        config = Config()
-        for name, value in settings.items():
-            group, _, key = name.partition(".")
-            setattr(getattr(config, group), key, value)
-        self.end: Any = (ActorEnd if role == "actor" else EngineEnd)(config, f"{role} {rank}")
+        self.end: Any = (ActorEnd if role == "actor" else EngineEnd)(configure(settings), f"{role} {rank}")
         self.rank = rank
         self.refusals = 0
 

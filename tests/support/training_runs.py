@@ -87,10 +87,6 @@ class Run:
         """Until a file that matches `pattern` and is not `known` exists in the run directory."""
         self.wait_until(lambda: any(path not in known for path in self.run_dir.glob(pattern)), pattern)
 
-    def wait_for_ranks(self) -> None:
-        """Until it has started a process of a role."""
-        self.wait_until(self.ranks, "a rank")
-
     def wait_for_log(self, text: str) -> None:
         """Until the conductor's log holds `text`."""
         self.wait_until(lambda: text in self.log(), f"{text!r} in the log")
@@ -104,13 +100,6 @@ class Run:
     def log(self) -> str:
         """The conductor's log so far."""
         return "".join(path.read_text() for path in (self.run_dir / "logs").glob("conductor.*.log"))
-
-    def endpoint(self) -> str:
-        """Where the conductor listens, as its ranks know it. There must be ranks."""
-        lines = [
-            line for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and "--endpoint=" in line
-        ]
-        return lines[0].partition("--endpoint=")[2].split()[0]
 
     def ranks(self, role: str = "") -> list[int]:
         """Process ids of the run's torchruns and workers (of `role` only, if one is named)."""
@@ -164,6 +153,13 @@ def train(
     """A whole run: (exit code, what it printed)."""
     with started(config, run_dir, *overrides, command=command, warm=warm) as run:
         return run.wait()
+
+
+def finished(config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> str:
+    """A whole run that succeeds, its processes forked; what it printed."""
+    code, output = train(config, run_dir, *overrides, command=command, warm=True)
+    assert code == 0, output
+    return output
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

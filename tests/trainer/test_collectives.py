@@ -6,7 +6,6 @@ Run as a program, this file is the rank that torchrun starts.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_models import make_tiny
-from training_ranks import TEMPERATURE, make_config, make_experience, torchrun
+from training_ranks import TEMPERATURE, as_rank, make_config, make_experience, torchrun
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
@@ -296,6 +295,4 @@ def test_chunks_inside_one_call_give_what_plain_logits_give(out: Path, tied: str
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

@@ -84,7 +84,7 @@ def test_a_process_ends_while_gloo_lets_go_of_its_last_tensor() -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("gpus", "named"), [(True, [3]), (False, None)])
-def test_ranks_wait_for_each_other_on_the_gpu_that_is_tsuccessors(
+def test_ranks_wait_for_each_other_on_the_gpu_that_is_theirs(
     monkeypatch: pytest.MonkeyPatch, gpus: bool, named: list[int] | None
 ) -> None:
     """It is named only where NCCL waits: gloo knows no device."""

@@ -6,7 +6,6 @@ Run as a program, this file is the rank that torchrun starts.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
-from training_ranks import make_config, parameters, torchrun, train
+from training_ranks import as_rank, make_config, parameters, torchrun, train
 
 from slurm_rlhf.errors import CheckpointError
 
@@ -87,6 +86,4 @@ def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Pa
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

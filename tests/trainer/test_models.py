@@ -47,29 +47,9 @@ MICRO = [[2, 0], [4], [1, 3]]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for arch in ("qwen2", "qwen3", "llama"):
+    for arch in ("qwen2", "llama"):
         make_tiny(root / arch, arch, tied=arch != "llama")
     return root
-
-
-@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
-def test_padded_micro_batches_equal_an_unpadded_forward(models: Path, arch: str) -> None:
-    config = Config(ds=FP32)
-    config.actor.model_name_or_path = str(models / arch)
-    config.rollout.temperature = 0.8
-    config.train.logprob_chunk_tokens = 4
-    ours = FrozenPolicy(config).logprobs(EXPERIENCE, MICRO)["logprobs"]
-    model = load_policy(models / arch, FP32, 4).model
-    expected = []
-    for index in range(len(EXPERIENCE)):
-        one = EXPERIENCE.select([index])
-        ids = torch.tensor(one.token_ids.astype(np.int64))[None]
-        with torch.no_grad():
-            logprobs = (model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
-        prompt, length = int(one.prompt_lens[0]), int(one.lengths[0])
-        positions = torch.arange(prompt, length)
-        expected.append(logprobs[positions - 1, ids[0, positions]])
-    np.testing.assert_allclose(ours, torch.cat(expected), rtol=0, atol=1e-6)
 
 
 def test_values_of_padded_micro_batches_equal_an_unpadded_forward(models: Path) -> None:

@@ -7,7 +7,6 @@ Run as a program, this file is the rank that torchrun starts.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from random_models import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
-from training_ranks import make_config, make_experience, parameters, share, torchrun
+from training_ranks import as_rank, make_config, make_experience, parameters, share, torchrun
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.trainer.forward_fixes import FIXED, has_fixed_frequencies
@@ -201,9 +200,7 @@ def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_fi
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)
 
 
 def test_one_fixed_rotary_embedding_among_others_counts() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
-from training_ranks import make_config, make_experience, parameters, share, torchrun
+from training_ranks import as_rank, make_config, make_experience, parameters, share, torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -26,10 +26,8 @@ CASES: list[dict[str, Any]] = [
     {"zero_stage": 3, "param_dtype": "fp32", "kind": "value"},
     {"zero_stage": 3, "param_dtype": "bf16", "kind": "policy"},
 ]
-MOVES = [(2, 1), (2, 3)]
-STAGES = {"policy-zero2-fp32": 3}
-"""The same checkpoints, of two ranks, resumed by three under another stage."""
-
+GOES_ON = [*((case, ranks, case["zero_stage"]) for case in CASES for ranks in (1, 3)), (CASES[0], 3, 3)]
+"""Case, ranks that resume what two have saved, and their ZeRO stage."""
 BOUND = {"fp32": 1e-6, "bf16": 5e-4}
 """Of the difference of any element, after four steps of up to 1e-4. AdamW makes a step of a gradient whatever its size,
 so that of one that is rounding only it may be any; bf16 rounds gradients to 8 bits before they are added up."""
@@ -39,6 +37,10 @@ DRIFT = {"fp32": 1e-5, "bf16": 0.2}
 
 def name(case: dict[str, Any]) -> str:
     return f"{case['kind']}-zero{case['zero_stage']}-{case['param_dtype']}"
+
+
+def resumed(out: Path, case: dict[str, Any], ranks: int, zero_stage: int) -> Path:
+    return out / f"{name(case)}.by{ranks}in{zero_stage}"
 
 
 def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
@@ -80,50 +82,38 @@ def record(trainer: Any, metrics: list[dict[str, float]], path: Path) -> None:
 
 
 def main() -> None:
-    request = json.loads(sys.argv[1])
-    model, out = Path(request["model"]), Path(request["out"])
-    for case in request["cases"]:
-        if request["train"]:
-            start(case, model, out, request["train"])
-        for saved in request["loads"]:
-            resume(case, model, out, saved, case["zero_stage"])
-            if torch.distributed.get_world_size() == 3 and name(case) in STAGES:
-                resume(case, model, out, saved, STAGES[name(case)])
+    out, ranks = Path(json.loads(sys.argv[1])["out"]), int(os.environ["WORLD_SIZE"])
+    for case in CASES if ranks == 2 else ():
+        start(case, out)
+    for case, now, zero_stage in GOES_ON:
+        if now == ranks:
+            resume(case, out, resumed(out, case, ranks, zero_stage), zero_stage)
 
 
-def start(case: dict[str, Any], model: Path, out: Path, steps: int) -> None:
-    """Train and save; with more `steps` than that, go on as the undisturbed run."""
-    trainer = make(case, model, case["zero_stage"])
-    metrics = train(trainer, range(BEFORE))
-    directory = out / f"{name(case)}.from{trainer.world.size}"
-    directory.mkdir(exist_ok=True)
-    trainer.save(directory)
-    if steps > BEFORE:
-        record(trainer, metrics + train(trainer, range(BEFORE, steps)), out / f"{name(case)}.whole")
+def start(case: dict[str, Any], out: Path) -> None:
+    """Train, save, and go on as the undisturbed run."""
+    trainer = make(case, out / "model", case["zero_stage"])
+    train(trainer, range(BEFORE))
+    (out / name(case)).mkdir(exist_ok=True)
+    trainer.save(out / name(case))
+    record(trainer, train(trainer, range(BEFORE, BEFORE + AFTER)), out / f"{name(case)}.whole")
 
 
-def resume(case: dict[str, Any], model: Path, out: Path, saved: int, zero_stage: int) -> None:
-    trainer = make(case, model, zero_stage)
-    trainer.load(out / f"{name(case)}.from{saved}")
-    change = "" if zero_stage == case["zero_stage"] else "staged"
-    path = out / f"{name(case)}.from{saved}to{trainer.world.size}{change}"
-    record(trainer, [], Path(f"{path}loaded"))
+def resume(case: dict[str, Any], out: Path, path: Path, zero_stage: int) -> None:
+    trainer = make(case, out / "model", zero_stage)
+    trainer.load(out / name(case))
+    record(trainer, [], Path(f"{path}.loaded"))
     record(trainer, train(trainer, range(BEFORE, BEFORE + AFTER)), path)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two ranks has written, and those of one and three that resume it and save, too."""
+    """What a run of two ranks has written, and those of one and three that resume it."""
     path = tmp_path_factory.mktemp("resize")
     make_tiny(path / "model")
-    for ranks, steps, loads in ((2, BEFORE + AFTER, []), (1, BEFORE, [2]), (3, BEFORE, [2])):
-        launch(path, ranks, steps, loads)
+    for ranks in (2, 1, 3):
+        torchrun(ranks, program=__file__, out=str(path))
     return path
-
-
-def launch(path: Path, ranks: int, steps: int, loads: list[int]) -> None:
-    request = {"model": str(path / "model"), "out": str(path), "cases": CASES, "train": steps, "loads": loads}
-    torchrun(ranks, program=__file__, **request)
 
 
 def differences(path: Path, other: Path) -> torch.Tensor:
@@ -132,50 +122,26 @@ def differences(path: Path, other: Path) -> torch.Tensor:
     return torch.cat([(first[key] - second[key]).abs() for key in first])
 
 
-def difference(path: Path, other: Path) -> float:
-    return float(differences(path, other).max())
-
-
-def mean_difference(path: Path, other: Path) -> float:
-    return float(differences(path, other).mean())
-
-
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]}to{move[1]}")
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_another_number_of_ranks_goes_on_where_the_run_was(
-    out: Path, case: dict[str, Any], move: tuple[int, int]
+@pytest.mark.parametrize(("case", "ranks", "zero_stage"), GOES_ON)
+def test_other_ranks_and_another_zero_stage_go_on_where_the_run_was(
+    out: Path, case: dict[str, Any], ranks: int, zero_stage: int
 ) -> None:
-    assert_goes_on(out, case, *move)
-
-
-def assert_goes_on(out: Path, case: dict[str, Any], saved: int, now: int) -> None:
-    resumed, whole = out / f"{name(case)}.from{saved}to{now}", out / f"{name(case)}.whole"
-    assert difference(resumed, whole) < BOUND[case["param_dtype"]]
-    way = mean_difference(out / f"{name(case)}.from2to1loaded", whole)
-    assert mean_difference(resumed, whole) < DRIFT[case["param_dtype"]] * way
-    ours, expected = (json.loads(Path(f"{path}.json").read_text()) for path in (resumed, whole))
-    for mine, theirs in zip(ours, expected[BEFORE:], strict=True):
+    path, whole, dtype = resumed(out, case, ranks, zero_stage), out / f"{name(case)}.whole", case["param_dtype"]
+    apart, way = differences(path, whole), differences(Path(f"{path}.loaded"), whole)
+    assert float(apart.max()) < BOUND[dtype]
+    assert float(apart.mean()) < DRIFT[dtype] * float(way.mean())
+    ours, expected = (json.loads(Path(f"{each}.json").read_text()) for each in (path, whole))
+    for mine, theirs in zip(ours, expected, strict=True):
         assert mine["lr"] == theirs["lr"]
-        rel = {"fp32": 1e-5, "bf16": 2e-2}[case["param_dtype"]]
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=rel)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if name(case) in STAGES], ids=name)
-def test_another_zero_stage_goes_on_where_the_run_was(out: Path, case: dict[str, Any]) -> None:
-    resumed, whole = out / f"{name(case)}.from2to3staged", out / f"{name(case)}.whole"
-    assert difference(resumed, whole) < BOUND[case["param_dtype"]]
-    way = mean_difference(out / f"{name(case)}.from2to1loaded", whole)
-    assert mean_difference(resumed, whole) < DRIFT[case["param_dtype"]] * way
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel={"fp32": 1e-5, "bf16": 2e-2}[dtype])
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str, Any]) -> None:
-    two = [out / f"{name(case)}.from2to{now}loaded" for now in (1, 3)]
-    assert difference(*two) == 0
-    assert difference(two[0], out / f"{name(case)}.whole") > 0  # two steps lie between them
+    one, three = (Path(f"{resumed(out, case, ranks, case['zero_stage'])}.loaded") for ranks in (1, 3))
+    assert differences(one, three).max() == 0
+    assert differences(one, out / f"{name(case)}.whole").max() > 0  # two steps lie between them
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

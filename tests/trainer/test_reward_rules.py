@@ -54,7 +54,7 @@ def config_of(models: Path, name: str, **reward: object) -> Config:
 
 def scores(config: Config) -> tuple[list[float], str]:
     model = RewardModel(config)
-    return model.score(experience(), [[0, 1], [2, 3]]).tolist(), model.description
+    return model.score(experience(), [[3, 0], [2, 1]]).tolist(), model.description
 
 
 def by_transformers(path: Path) -> tuple[list[float], list[float]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from training_ranks import torchrun
+from training_ranks import as_rank, torchrun
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
@@ -330,6 +329,4 @@ def test_steps_are_those_of_adamw_in_float64(results: dict[int, Path], name: str
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from random_models import make_model
 from tiny_models import make_reward
-from training_ranks import make_config, share, torchrun
+from training_ranks import as_rank, make_config, share, torchrun
 
 from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.layout import Layout
@@ -216,6 +216,4 @@ def test_what_excludes_it_is_named(tmp_path: Path, ds: dict[str, Any], message: 
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+    as_rank(main)

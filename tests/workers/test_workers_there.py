@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from waiting import HANG_S, scaled, until
-from worker_pids import pids_of
+from worker_pools import pids_of
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.errors import RoleDied, WorkerError

@@ -31,9 +31,8 @@ CONDUCTOR: Final = "conductor"
 TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic rank 0"), ("critic rank 0", "conductor"))
 """Pairs of which the second is killed while the run deals with the end of the first."""
 
-HURTS, BORNE, STOPS, EITHER = "hurts", "borne", "stops", "either"
-"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order; or
-break it or not, by when it strikes."""
+HURTS, BORNE, STOPS = "hurts", "borne", "stops"
+"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Fault:
     phase: str
     does: str = HURTS
     says: str = ""  # {pid} stands for the process that was hit
-    needs: str = ""  # what the machine has to have: "" nothing, or a word of `NEEDS`
+    needs: str = ""  # what the machine has to have: "" nothing, "root" to mount a small disk, "slurm"
     apart: bool = False  # on a copy of the run's directory, which is not used again
     limit_s: float = 60.0  # in which it has to be detected
     each: int = 1  # ranks of a role on a node of the cluster
@@ -57,12 +56,6 @@ class Fault:
         place = " on a cluster" if self.needs == "slurm" else ""
         return f"{self.kind}: {self.target}{where}{place}{f', {self.each} ranks on a node' if self.each > 1 else ''}"
 
-
-NEEDS: Final = {
-    "root": "needs root, to mount a small disk",
-    "slurm": "needs Slurm: bash tests/run.sh -m campaign",
-}
-"""What a machine may lack -> what is said of the faults that it therefore does not run."""
 
 KILLED_S: Final = 10.0
 """Seconds in which a process that was killed has to be missed."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from campaign.faults import BORNE, EITHER, HURTS, PHASES, START, STOPS, Fault
+from campaign.faults import BORNE, HURTS, PHASES, START, STOPS, Fault
 from slurm_rlhf.config.roles import ROLLOUT
 
 RECOVERED: Final = "recovered in place"
@@ -81,11 +81,8 @@ class Row:
 def judge(fault: Fault, seen: Observation) -> Row:
     """Judge one fault."""
     # What was asked to stop while it exports its model finishes that, and is done.
-    harmless = fault.does == STOPS or (fault.does == EITHER and seen.detected_s is None)
-    if harmless and seen.went_on and seen.ended_s is None:
+    if fault.does == STOPS and seen.went_on and seen.ended_s is None:
         fault = replace(fault, does=BORNE)
-    elif fault.does == EITHER:
-        fault = replace(fault, does=HURTS)
     quotes = [quote(one, seen.stated) for one in patterns(fault, seen)]
     said = " / ".join(dict.fromkeys(filter(None, quotes)))
     culprit = None if fault.does == BORNE else all(quotes) and not seen.innocents

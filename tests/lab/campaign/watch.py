@@ -13,7 +13,7 @@ from pathlib import Path
 from waiting import scaled
 
 from campaign import processes
-from campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
+from campaign.faults import BORNE, CONDUCTOR, HURTS, Fault
 from campaign.session import POLL_S, Session
 from campaign.verdicts import Observation, innocents, newest_failure, patterns
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE
@@ -116,7 +116,7 @@ def held_s(fault: Fault) -> float:
 
 def goes_on(session: Session, fault: Fault, seen: Observation, now: float, steps_then: int) -> bool:
     """Tell whether the run is beyond the fault."""
-    if fault.does == BORNE or (fault.does == EITHER and seen.detected_s is None):
+    if fault.does == BORNE:
         return session.steps >= max(seen.hit_step, seen.checkpoint) + BORNE_STEPS  # some to compare are after both
     if seen.detected_s is None:
         return False
