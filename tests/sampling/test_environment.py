@@ -147,6 +147,7 @@ def test_a_response_that_is_cut_off_gets_an_answer_too(tmp_path: Path, plain: To
     ("settings", "found", "turns", "reason"),
     [
         ({"env__max_turns": 1}, [("3", STOP)], 1, STOP),
+        ({"env__max_seconds": 1e-9}, [("3", STOP)], 1, LENGTH),
         ({"data__max_len": 7}, [("3", STOP)], 1, LENGTH),  # prompt, answer and observation fill it
         ({"data__max_len": 8}, [("3", STOP), ("4", STOP)], 2, LENGTH),
         ({}, [("33", REPETITION)], 1, REPETITION),
