@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,17 +60,21 @@ class CalledRewards(ABC):
         """Compute the rewards of `trajectories`, [N]; blocks. Raises RewardError, as `reward.on_error` says."""
         items = items_of(prompts, trajectories, self._input_key)
         groups = [[items[place] for place in places] for places in by_prompt(prompts)]
-        asked = [(group, self._ask(group, step, len(group) > 1)) for group in groups]
+        asked = {self._ask(group, step, len(group) > 1): group for group in groups}
         if not asked:
             return Rewards(np.zeros(0, dtype=np.float32))
-        taken = [self._taken(group, call, step) for group, call in asked]
-        return joined([part for parts in taken for part in parts()])
+        done: SimpleQueue[Future[Any]] = SimpleQueue()
+        for call in asked:
+            call.add_done_callback(done.put)
+        ended = (done.get() for _ in asked)
+        taken = {call: self._taken(asked[call], call, step) for call in ended}
+        return joined([part for call in asked for part in taken[call]()])
 
     def _ask(self, items: Sequence[Item], step: int, half: bool) -> Future[Any]:
         return self._begin(items, step, self._timeout_s / (2 if half else 1))
 
     def _taken(self, items: list[Item], call: Future[Any], step: int) -> Callable[[], list[Rewards]]:
-        """Wait for a call; return what gives the rewards of `items`, in one part or in one for each.
+        """Read a call that has ended; return what gives the rewards of `items`, in one part or in one for each.
 
         It waits for the calls of each item alone, which begin here after a call that failed.
         """
