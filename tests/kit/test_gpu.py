@@ -5,105 +5,24 @@ With `--rehearse` the same checks run on CPUs, as tests/kit/test_rehearsal.py ha
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import re
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kit_report
 import pytest
 from kit import BUDGET_S, CHECKS, FAILED, SKIPPED, SLOWER, Check, Outcome, Place, perform
-from waiting import HANG_S
+from kit_machine import machine
 
-from slurm_rlhf.cluster.gpu_query import ask_gpus, local_gpus
+from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.nodes.node_look import versions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(SLOWER * BUDGET_S)]
 ROOT = Path(__file__).parents[2]
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-SCRIPT = """
-import json, torch
-import torch.distributed as dist
-found = {"cuda of torch": torch.version.cuda or "none: a CPU build"}
-if dist.is_nccl_available():
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-print(json.dumps(found))
-"""
-"""In a process of its own: this one touches no GPU."""
-
-
-def machine() -> dict[str, Any]:
-    """{"gpus": [...], "driver", "versions": {...}, "interfaces": [...], "topology", ...}. A few seconds."""
-    look = ask_gpus(dict(os.environ))
-    return {
-        "gpus": [asdict(gpu) for gpu in look.gpus],
-        "driver": look.driver,
-        "cuda_of_driver": look.cuda,
-        "said": look.said,  # what went wrong, where there are none
-        "versions": {**versions(), **_torch()},
-        "interfaces": interfaces(),
-        "topology": _words("nvidia-smi", "topo", "-m"),
-        "kernel": platform.release(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "commit": _words("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-    }
-
-
-def interfaces() -> list[str]:
-    """`ib0: up, 200 Gbit/s`; InfiniBand's devices as `mlx5_0 port 1: 200 Gb/sec (4X HDR)`. Without addresses."""
-    found = []
-    net, infiniband = Path("/sys/class/net"), Path("/sys/class/infiniband")
-    for place in sorted(net.iterdir()) if net.is_dir() else ():
-        if place.name != "lo":
-            speed = _read(place / "speed")
-            rate = f", {int(speed) / 1000:g} Gbit/s" if speed.isdigit() else ""
-            found.append(f"{place.name}: {_read(place / 'operstate') or 'unknown'}{rate}")
-    for rate_file in sorted(infiniband.glob("*/ports/*/rate")):
-        found.append(f"{rate_file.parts[-4]} port {rate_file.parts[-2]}: {_read(rate_file)}")
-    return found
-
-
-def _torch() -> dict[str, str]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=HANG_S, check=False)
-    try:
-        return dict(json.loads(done.stdout))
-    except ValueError:
-        return {"cuda of torch": " ".join(done.stderr.split())[-200:]}
-
-
-def _words(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=HANG_S, check=False, stdin=subprocess.DEVNULL
-    )
-    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)  # nvidia-smi underlines its heading
-    return plain.strip() if done.returncode == 0 else ""
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
-
-
-# --- the tests --------------------------------------------------------------------------------------------------------
 
 
 class Kit:

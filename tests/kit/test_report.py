@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kit
+import kit_report
 import kit_train
 import pytest
-from gpu_smi import write_smi
-from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Finding, Place, perform, unfit
+from gpu_smi import card, write_smi
+from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Finding, Outcome, Place, perform, unfit
+from kit_machine import interfaces, machine
 from kit_train import judged
 from training_runs import workspace
 from waiting import HANG_S
@@ -24,6 +28,23 @@ from slurm_rlhf.config.load import load_config
 pytestmark = pytest.mark.slow
 
 RUN_SH = Path(__file__).parents[1] / "run.sh"
+OUTCOMES = [
+    Outcome("sync nccl", "weights by NCCL", PASSED, "nccl: every byte arrived", 12.34, {"bytes_per_s": 5.0}),
+    Outcome("zero 3", "two ranks", FAILED, "AssertionError: parameters 0.5 apart | limit 2e-05", 8.0, log="why\nhere"),
+    Outcome("ppo tp 2", "an engine of two", SKIPPED, "needs several GPUs: 2, here are 1; one per TP rank"),
+]
+MACHINE: dict[str, Any] = {
+    "gpus": [{"name": "NVIDIA H100 80GB HBM3", "memory_mib": 81559}] * 2,
+    "driver": "580.95.05",
+    "cuda_of_driver": "13.0",
+    "said": "",
+    "versions": {"torch": "2.13.0", "nccl": "2.29.7"},
+    "interfaces": ["ib0: up, 200 Gbit/s"],
+    "topology": "GPU0 GPU1",
+    "kernel": "6.1",
+    "cpus": 16,
+    "commit": "abc",
+}
 
 
 def check(name: str, deadline_s: float = 60, **limits: int) -> Check:
@@ -67,6 +88,46 @@ def test_every_check_has_a_function_and_a_deadline_within_the_kits_own() -> None
         assert f"\ndef {function}(place: Place) -> Finding:" in text
         assert kit.LEAST_S < one.deadline_s < kit.BUDGET_S
     assert len({one.name for one in CHECKS}) == len(CHECKS)
+
+
+def test_the_table_and_the_two_files(tmp_path: Path) -> None:
+    text = kit_report.table(OUTCOMES, width=60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.splitlines()[1] == "sync nccl  passed      12.3  nccl: every byte arrived"
+    assert "FAILED       8.0  AssertionError:" in text
+    assert kit_report.verdict(OUTCOMES) == "FAILED: 1 passed, 1 failed, 1 skipped"
+    assert kit_report.verdict(OUTCOMES[:1]) == "PASSED: 1 passed, 0 failed, 0 skipped"
+    assert kit_report.verdict(OUTCOMES[2:]) == "NOTHING WAS RUN: 0 passed, 0 failed, 1 skipped"
+    report = kit_report.as_json(OUTCOMES, MACHINE, False, 20.3)
+    markdown, data = kit_report.write(tmp_path, report)
+    assert json.loads(data.read_text()) == report
+    page = markdown.read_text()
+    assert "| GPUs | 2 x NVIDIA H100 80GB HBM3, 80 GiB |" in page
+    assert "| driver | 580.95.05, for CUDA 13.0 |" in page
+    assert "| zero 3 | two ranks | FAILED | 8.0 | AssertionError: parameters 0.5 apart \\| limit 2e-05 |" in page
+    assert "## Last lines of zero 3\n\n```\nwhy\nhere\n```" in page
+    assert "ib0: up, 200 Gbit/s" in page
+    assert "REHEARSAL" not in page
+    assert kit_report.REHEARSED in kit_report.as_markdown({**report, "rehearsal": True})
+
+
+def test_the_machine_is_described_without_names_or_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, infiniband = tmp_path / "net", tmp_path / "infiniband"
+    for name, state, speed in (("lo", "unknown", ""), ("ib0", "up", "200000"), ("eth0", "down", "-1")):
+        (net / name).mkdir(parents=True)
+        (net / name / "operstate").write_text(f"{state}\n")
+        (net / name / "speed").write_text(f"{speed}\n")
+    (infiniband / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    (infiniband / "mlx5_0" / "ports" / "1" / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    expected = ["eth0: down", "ib0: up, 200 Gbit/s", "mlx5_0 port 1: 200 Gb/sec (4X HDR)"]
+    assert interfaces(net, infiniband) == expected
+    write_smi(tmp_path / "bin", [card(0)])
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    found = machine()
+    assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H100 80GB HBM3"]
+    assert found["driver"] == "580.95.05"
+    assert {"torch", "vllm", "cuda of torch"} <= set(found["versions"])
+    assert kit_report.as_markdown(kit_report.as_json([], found, False, 1.0))
 
 
 ROW = {"step": 1, "rollout_logprob_diff": 1e-4, "time/step": 1.0, "perf/tokens_per_s": 9.0, "reward": 0.5}

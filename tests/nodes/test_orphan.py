@@ -150,6 +150,13 @@ def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
     assert not (controller.bin / "calls").exists()
 
 
+def test_a_job_that_is_not_to_be_requeued_is_cancelled(controller: Slurm) -> None:
+    controller.says(requeue=0)
+    assert not controller.successor().settled()
+    assert controller.done == ["scancel 12"]
+    assert "gpu002 has cancelled it" in mark(controller.run_dir, "12", 0).read_text()
+
+
 def test_a_job_whose_requeue_is_refused_is_cancelled_but_not_while_slurmctld_is_away(controller: Slurm) -> None:
     successor = controller.successor()
     for controller.refusal in ("Unable to contact slurm controller", "refused"):
