@@ -49,7 +49,7 @@ class Here:
         arguments = {name: getattr(batch, name) for name in batch.__struct_fields__ if name != "experience"}
         found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
         if name == "train_step":
-            answer.set_result(TrainAnswer(found, getattr(self.trainer, "passed", None)))
+            answer.set_result(TrainAnswer(found, getattr(self.trainer, "used_logprobs", None)))
         else:
             answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
         return [answer]
