@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -199,31 +200,35 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     from slurm_rlhf.rewards.scored import Scoring
     from slurm_rlhf.rewards.sources import WeightedRewards
 
+    rows, began = min(ROWS, len(inputs.prompts)), ""
     if inputs.environments is not None:
-        others = ", and other rewards are added" if isinstance(inputs.reward, WeightedRewards) else ""
-        yield f"rewards: by the environment in {inputs.environments.file}{others}"
+        others = isinstance(inputs.reward, WeightedRewards)
+        yield f"rewards: by the environment in {inputs.environments.file}{', and other rewards are added' * others}"
         yield from inputs.environments.lines()
         began = inputs.environments.try_out(inputs.prompts[0], "data.prompt_dataset")
         yield f"an episode of the first row begins: {cut(repr(began), _WIDTH)}"
-        return
+        if not others:
+            return
+        rows = 1
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
-    rows = range(min(ROWS, len(inputs.prompts)))
-    prompts = [inputs.prompts[row] for row in rows for _ in range(2)]  # one answer for several would pass otherwise
+    prompts = [inputs.prompts[row] for row in range(rows) for _ in range(2)]  # one answer for several would pass
     scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
-    answer = scoring(prompts, [_answered(prompt) for prompt in prompts], 0)
+    answer = scoring(prompts, [_answered(prompt, began) for prompt in prompts], 0)
     values = ", ".join(f"{value:g}" for value in answer.rewards[::2])
-    yield f"rewards of the labels of the first {len(rows)} prompts, as if they were responses: {values}"
+    whose = "label of the first prompt, as if it ended an episode" if began else f"labels of the first {rows} prompts"
+    yield f"rewards of the {whose}{', as if they were responses' * (not began)}: {values}"
 
 
-def _answered(prompt: Prompt) -> Trajectory:
-    """Make a response with the label as its text, and the prompt's tokens."""
+def _answered(prompt: Prompt, began: str) -> Trajectory:
+    """Make a response with the label as its text, and the prompt's tokens; `began`: an environment's prompt."""
     import numpy as np
 
     from slurm_rlhf.records import Trajectory
+    from slurm_rlhf.rewards.items import answered
 
     text = prompt.label if isinstance(prompt.label, str) else ""
-    ids = prompt.token_ids
+    ids, dialogue = prompt.token_ids, json.dumps(answered(text)) if began else ""
     none, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
-    return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [])
+    return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [], began=began, dialogue=dialogue)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
-from slurm_rlhf.config.model_directory import read_config, text_config
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.eval.sets import Evaluation
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import Watchdog
-from slurm_rlhf.nodes.environment import allocator, role_environment
+from slurm_rlhf.nodes.environment import role_environment
+from slurm_rlhf.nodes.ways import ways
 from slurm_rlhf.observe.run_log import read_events
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.step_time import AGAIN, FASTER
 from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.rewards.sources import WeightedRewards
@@ -276,34 +274,6 @@ class Startup:
             phases=Phases(self._phase, self.watchdog.ended),
             stop=self.run.stop,
         )
-
-
-def ways(config: Config, trainers: Collection[str], ranks: RankMap) -> Iterator[str]:
-    """Say how models compute and, as far as it is not the default, what ranks exchange and how engines sample."""
-    ds, padded = config.ds, [role for role in trainers if not ROLES[role].layout(config).packed]
-    again = AGAIN[config.checkpointing] / 3  # a forward pass is a third of an update
-    longer = f" (updates {1 + again:.2f} times as long)" if again else ""
-    yield f"activation checkpointing {config.checkpointing}{longer}"
-    for role in padded:
-        text = text_config(read_config(role, Path(ROLES[role].model(config)[1])))
-        yield f"{role} padded ({text.get('model_type')}, ds.packing_samples = {ds.packing_samples})"
-    growing = ", ".join(role for role in trainers if allocator(config, ranks, role))
-    in_use = {
-        "sequences packed": not padded,
-        "AdamW fused": not config.train.full_determinism,
-        f"GPU memory in growing segments ({growing})": bool(growing),
-        f"layers compiled ({dict(FASTER)['ds.compile']} times as fast)": ds.compile,
-        f"Liger's kernels ({dict(FASTER)['ds.use_liger_kernel']} times as fast)": ds.use_liger_kernel,
-        f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",
-        f"{ds.ulysses_size} ranks for a sequence": ds.ulysses_size > 1,
-        f"parameters copied by {ds.hpz_size} ranks": ds.hpz_size > 1,
-        f"gradients summed in {ds.grad_comm_dtype}": ds.grad_comm_dtype != "fp32",
-        f"adapters of rank {config.lora.rank}": config.lora.rank > 0,
-        f"sampling ahead (train.async_queue_size = {config.train.async_queue_size})": config.vllm.sync_mode
-        == "inflight",
-        "KV cache kept over updates": config.vllm.keep_kv_cache,
-    }
-    yield from (words for words, is_used in in_use.items() if is_used)
 
 
 def optimizer_steps(config: Config, role: str, steps: int) -> int:

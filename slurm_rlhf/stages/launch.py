@@ -21,6 +21,7 @@ from slurm_rlhf.groups.run_lock import lead, occupied
 from slurm_rlhf.nodes.environment import role_environment
 from slurm_rlhf.nodes.launcher import Ended, Launcher
 from slurm_rlhf.nodes.requeue import continuation_of
+from slurm_rlhf.nodes.ways import ways
 from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.observe.run_log import read_object
 from slurm_rlhf.observe.run_status import read_run_status, write_summary
@@ -58,6 +59,7 @@ class StageJob:
         self._shown = self._log.stat().st_size if self._log.exists() else 0
         self._kept = self._sizes("reference-*")
         back = WayBack.of(CheckpointDir(self.directory.root), self.checkpoint)
+        self.tell(f"{self.name}: {', '.join(ways(self.config, [ACTOR], self.ranks))}")
         try:
             while True:
                 before = self._sizes(*_GROWING)

@@ -256,3 +256,10 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     assert "Traceback" not in err
     Path("game.py").write_text(code.replace('[row["input"]]', '.get("b")'))
     assert checked(capfd, *words)[0] == 0
+    graded = "def reward_func(queries, prompts, labels, dialogues):\n    return "
+    Path("grade.py").write_text(f"{graded}[len(dialogue) / 2 for dialogue in dialogues]\n")
+    status, out, _ = checked(capfd, *words, "--reward.remote_url=grade.py")
+    assert (status, out.splitlines()[-1][-3:]) == (0, "0.5")
+    Path("grade.py").write_text(f"{graded}['good'] * len(labels)\n")
+    status, _, err = checked(capfd, *words, "--reward.remote_url=grade.py")
+    assert (status, "grade.py: reward_func returned 'good' (str) at index 0" in err) == (2, True), err

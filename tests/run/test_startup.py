@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,10 +14,11 @@ from golden_files import ranks
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.groups.engines import Engines
+from slurm_rlhf.nodes.ways import ways
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 from slurm_rlhf.records import ParameterSpec
-from slurm_rlhf.run.startup import Startup, ways
+from slurm_rlhf.run.startup import Startup
 from slurm_rlhf.wire.calls import StartAnswer
 from slurm_rlhf.wire.handles import EngineHandle
 
@@ -52,7 +54,14 @@ def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
     config.ds.grad_comm_dtype, config.ds.hpz_size, config.lora.rank = "bf16", 2, 8
     config.vllm.sync_mode, config.vllm.keep_kv_cache, config.ds.attn_implementation = "inflight", True, "eager"
     config.train.gradient_checkpointing, config.ds.compile, config.train.full_determinism = "full", True, True
-    assert [*ways(config, ["actor"], CPUS)] == [
+    with_engines = replace(CPUS, roles={**CPUS.roles, "rollout": CPUS.roles["actor"]})
+    computing = [*ways(config, ["actor"], CPUS)]
+    assert [*ways(config, ["actor"], with_engines)] == [
+        *computing,
+        "sampling ahead (train.async_queue_size = 1)",
+        "KV cache kept over updates",
+    ]
+    assert computing == [
         "activation checkpointing full (updates 1.18 times as long)",
         "actor padded (qwen2, ds.packing_samples = auto)",
         "layers compiled (1.21 times as fast)",
@@ -60,8 +69,6 @@ def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
         "parameters copied by 2 ranks",
         "gradients summed in bf16",
         "adapters of rank 8",
-        "sampling ahead (train.async_queue_size = 1)",
-        "KV cache kept over updates",
     ]
 
 

@@ -35,6 +35,13 @@ def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str
     )
 
 
+@pytest.fixture(autouse=True)
+def disk_with_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of a test has room for any environment: none is made."""
+    write_program(tmp_path / "room" / "df", "#!/bin/sh\necho head; echo a b c 99999 d e\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'room'}:{os.environ['PATH']}")
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout without an environment."""

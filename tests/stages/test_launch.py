@@ -40,6 +40,7 @@ def measured(job: Path) -> list[str]:
     """Metrics of the ranks that the stage starts itself."""
     done = run([*command(job), "sft", "job.toml"], job, {})
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "sft: activation checkpointing off, sequences packed, AdamW fused\n" in done.stdout
     assert re.search(r"^sft: step 20/20 loss ", done.stdout, re.MULTILINE)
     return timeless_metrics(job / "out.run")
 
