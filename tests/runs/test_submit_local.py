@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+from holds import Holds
+from sums_task import PACE
 from training_runs import Run, workspace
 
 from slurm_rlhf.config.load import load_config
@@ -49,12 +51,14 @@ def task(job: Any) -> int:
 
 
 def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> None:
-    run_dir = config.parent / "local"
+    run_dir, holds = config.parent / "local", Holds(config)
+    holds.hold(PACE, "0.5")  # so that it is not through with its steps before the signal
     job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
     try:
         run.wait_for_step(1)
         # What submitit's controller does at the end of the time.
         os.kill(task(job), SIGNAL)
+        holds.let_go(PACE)
         result = job.result()
     finally:
         run.end()
