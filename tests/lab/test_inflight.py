@@ -20,6 +20,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     """The model's responses have the lengths that its prompts say, whatever the engines do meanwhile."""
     words = (
         "--prompts=6",
+        "--samples=2",
         "--steps=3",
         "--repeats=1",
         "--median=8",
