@@ -13,8 +13,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,9 @@ class Episode:
         """Take the response of a turn; return the whole episode if it is over."""
         return found
 
-    def drop(self) -> None:
-        """Give the episode up, unless it is over."""
+    def drop(self) -> Sequence[Future[Any]]:
+        """Give the episode up, unless it is over; return the calls that free what it holds."""
+        return ()
 
 
 class Environments:
@@ -141,7 +142,7 @@ class Environments:
         except (EpisodeError, ModelError) as error:
             raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
         finally:
-            episode.drop()
+            wait(episode.drop())  # the processes may end next
 
     def played(self, prompt: Prompt, said: str) -> Trajectory:
         """Play an episode whose turns all are `said`, without an engine. Raises EpisodeError."""
@@ -163,7 +164,7 @@ class Environments:
         except (ModelError, ProcessLost) as error:
             raise EpisodeError(str(error) or "the process or the server that it lived in is gone") from error
         finally:
-            episode.drop()
+            wait(episode.drop())  # the processes may end next
 
     def lines(self) -> Iterator[str]:
         """Describe each environment to the user."""
@@ -284,8 +285,8 @@ class Turns(Episode):
             return self._whole(found, found.finish_reason if over else LENGTH)
         return None
 
-    def drop(self) -> None:
-        self._calls.leave()
+    def drop(self) -> Sequence[Future[Any]]:
+        return self._calls.leave()
 
     async def _anew(self) -> Trajectory | None:
         """Begin again in another process; that another environment has ended the shared one does not count as a try."""
