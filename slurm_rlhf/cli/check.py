@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from slurm_rlhf.config.pipeline import GENERATE, TRAIN
 from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
-from slurm_rlhf.errors import ConfigError, RewardError, UserError, cut
+from slurm_rlhf.errors import ConfigError, EpisodeError, RewardError, UserError, cut
 from slurm_rlhf.observe.run_log import SERVER_AWAITED
 from slurm_rlhf.workers.http import health_of
 
@@ -193,42 +192,55 @@ def _data(name: str, found: PromptSet, config: Config) -> str:
 
 
 def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
-    """Call the reward function with labels in place of responses. Raises RewardError."""
+    """Call the reward function with labels in place of what the policy writes. Raises RewardError, EpisodeError."""
     if inputs.reward is None:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
+    from slurm_rlhf.rewards.pooled import FAIL
     from slurm_rlhf.rewards.scored import Scoring
     from slurm_rlhf.rewards.sources import WeightedRewards
 
-    rows, began = min(ROWS, len(inputs.prompts)), ""
+    first = inputs.prompts[0]
     if inputs.environments is not None:
         others = isinstance(inputs.reward, WeightedRewards)
         yield f"rewards: by the environment in {inputs.environments.file}{', and other rewards are added' * others}"
         yield from inputs.environments.lines()
-        began = inputs.environments.try_out(inputs.prompts[0], "data.prompt_dataset")
+        began = inputs.environments.try_out(first, "data.prompt_dataset")
         yield f"an episode of the first row begins: {cut(repr(began), _WIDTH)}"
         if not others:
             return
-        rows = 1
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
-    prompts = [inputs.prompts[row] for row in range(rows) for _ in range(2)]  # one answer for several would pass
+    prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts))) for _ in range(2)]
+    answers = [_answered(prompt) for prompt in prompts]  # two of each: one number for several would pass otherwise
+    whose = f"labels of the first {len(prompts) // 2} prompts, as if they were responses"
     scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
-    answer = scoring(prompts, [_answered(prompt, began) for prompt in prompts], 0)
-    values = ", ".join(f"{value:g}" for value in answer.rewards[::2])
-    whose = "label of the first prompt, as if it ended an episode" if began else f"labels of the first {rows} prompts"
-    yield f"rewards of the {whose}{', as if they were responses' * (not began)}: {values}"
+    try:
+        if inputs.environments is not None:
+            played = inputs.environments.played(first, _label(first))
+            prompts, answers = [first, first], [played, played]
+            whose = f"episode of the first row whose turns are its label ({played.turns} in all)"
+        answer = scoring(prompts, answers, 0)
+    except RewardError as error:  # an episode that is lost, too
+        if inputs.environments is None or (config.reward.on_error == FAIL and not isinstance(error, EpisodeError)):
+            raise
+        yield f"warning: an episode of the first row whose turns are its label has no reward: {error}"
+        return
+    yield f"rewards of the {whose}: {', '.join(f'{value:g}' for value in answer.rewards[::2])}"
 
 
-def _answered(prompt: Prompt, began: str) -> Trajectory:
-    """Make a response with the label as its text, and the prompt's tokens; `began`: an environment's prompt."""
+def _label(prompt: Prompt) -> str:
+    """Return the label as a text that the policy could write."""
+    return "" if prompt.label is None else str(prompt.label)
+
+
+def _answered(prompt: Prompt) -> Trajectory:
+    """Make a response with the label as its text, and the prompt's tokens."""
     import numpy as np
 
     from slurm_rlhf.records import Trajectory
-    from slurm_rlhf.rewards.items import answered
 
-    text = prompt.label if isinstance(prompt.label, str) else ""
-    ids, dialogue = prompt.token_ids, json.dumps(answered(text)) if began else ""
+    ids = prompt.token_ids
     none, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
-    return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [], began=began, dialogue=dialogue)
+    return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", _label(prompt), [])

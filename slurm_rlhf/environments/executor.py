@@ -100,6 +100,8 @@ class ExecutorEnvironment(UserClass):
         return answer
 
     def leave(self) -> None:
+        with suppress(EpisodeError):
+            self.end()
         if self._task is not None and not self._task.done():
             self._task.cancel()
             if self._ask is not None:

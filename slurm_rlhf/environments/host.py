@@ -129,11 +129,13 @@ AT_ONCE = 256
 """Most calls to servers in flight."""
 
 
-def _drop(lease: Lease | RemoteLease, number: int, timeout_s: float) -> None:
-    """Give an episode up, over or not, and its place with it."""
-    with suppress(WorkerError):  # the pool is closed
+def _drop(lease: Lease | RemoteLease, number: int, timeout_s: float) -> list[Future[Any]]:
+    """Give an episode up, over or not, and its place with it; return the call, none if the pool is closed."""
+    with suppress(WorkerError):
         call = lease.submit("drop", number, timeout_s=timeout_s)
         call.add_done_callback(lambda call: lease.end())
+        return [call]
+    return []
 
 
 def code_of(file: str) -> Code:
@@ -169,9 +171,9 @@ class EpisodeCalls:
         """End the episode."""
         return await self._call(Answer, "end")
 
-    def leave(self) -> None:
-        """Forget the episode, over or not; return at once."""
-        _drop(self.lease, self.number, self.host.timeout_s)
+    def leave(self) -> list[Future[Any]]:
+        """Forget the episode, over or not; return at once, with the call that frees what it holds."""
+        return _drop(self.lease, self.number, self.host.timeout_s)
 
     async def _call(self, made: type[T], method: str, *arguments: Any) -> T:
         try:

@@ -10,6 +10,7 @@ import math
 import typing
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -104,7 +105,10 @@ class UserClass:
         self.loop.close()
 
     def leave(self) -> None:
-        """Forget the episode, over or not."""
+        """Forget the episode; one that was lost or given up has not been closed yet."""
+        if not self.loop.is_closed():
+            with suppress(EpisodeError):
+                self.close()
         self.loop.close()
 
 

@@ -13,8 +13,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Mess
 from slurm_rlhf.environments.tool_calls import tool_reader
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
-from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, Bool, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, STOP, Bool, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.workers.pool import WorkerNodes
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,9 @@ class Episode:
         """Take the response of a turn; return the whole episode if it is over."""
         return found
 
-    def drop(self) -> None:
-        """Give the episode up, unless it is over."""
+    def drop(self) -> Sequence[Future[Any]]:
+        """Give the episode up, unless it is over; return the calls that free what it holds."""
+        return ()
 
 
 class Environments:
@@ -141,7 +142,29 @@ class Environments:
         except (EpisodeError, ModelError) as error:
             raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
         finally:
-            episode.drop()
+            wait(episode.drop())  # the processes may end next
+
+    def played(self, prompt: Prompt, said: str) -> Trajectory:
+        """Play an episode whose turns all are `said`, without an engine. Raises EpisodeError."""
+        episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
+        ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
+
+        async def play() -> Trajectory:
+            await episode.reset()
+            whole = None
+            while whole is None:
+                turn: I32 = np.array(ids[: episode.limit], dtype=np.int32)
+                none, mask = np.zeros(len(turn), np.float32), np.ones(len(turn), np.bool_)
+                found = Trajectory(prompt.index, 0, episode.token_ids, turn, none, mask, STOP, said, [])
+                whole = await episode.answered(found)
+            return whole
+
+        try:
+            return asyncio.run(play())
+        except (ModelError, ProcessLost) as error:
+            raise EpisodeError(str(error) or "the process or the server that it lived in is gone") from error
+        finally:
+            wait(episode.drop())  # the processes may end next
 
     def lines(self) -> Iterator[str]:
         """Describe each environment to the user."""
@@ -235,6 +258,15 @@ class Turns(Episode):
         return Start(row, self._prompt.label, messages, text, given, longest, model)
 
     async def take(self, found: Trajectory) -> Trajectory | None:
+        try:
+            return await self.answered(found)
+        except ProcessLost:
+            return await self._anew()
+        except (EpisodeError, ModelError) as error:
+            return self._lost(error)
+
+    async def answered(self, found: Trajectory) -> Trajectory | None:
+        """Have the environment answer a turn; return the whole episode if it is over. Raises as `reset`."""
         environments, env = self._environments, self._environments.config.env
         self._turns += 1
         self._append(found)
@@ -244,22 +276,17 @@ class Turns(Episode):
             calls = reader.read(text, self._info.schemas)
             message = reader.written(text, found.text, calls)
         self._dialogue.append(message)
-        try:
-            answer = await self._calls.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
-            self._add(answer)
-            over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
-            late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
-            if over or late or not await environments.encode(partial(self._observe, answer, calls)):
-                self._add(await self._calls.end())
-                return self._whole(found, found.finish_reason if over else LENGTH)
-        except ProcessLost:
-            return await self._anew()
-        except (EpisodeError, ModelError) as error:
-            return self._lost(error)
+        answer = await self._calls.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
+        self._add(answer)
+        over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
+        late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
+        if over or late or not await environments.encode(partial(self._observe, answer, calls)):
+            self._add(await self._calls.end())
+            return self._whole(found, found.finish_reason if over else LENGTH)
         return None
 
-    def drop(self) -> None:
-        self._calls.leave()
+    def drop(self) -> Sequence[Future[Any]]:
+        return self._calls.leave()
 
     async def _anew(self) -> Trajectory | None:
         """Begin again in another process; that another environment has ended the shared one does not count as a try."""

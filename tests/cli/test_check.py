@@ -256,10 +256,31 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     assert "Traceback" not in err
     Path("game.py").write_text(code.replace('[row["input"]]', '.get("b")'))
     assert checked(capfd, *words)[0] == 0
-    graded = "def reward_func(queries, prompts, labels, dialogues):\n    return "
-    Path("grade.py").write_text(f"{graded}[len(dialogue) / 2 for dialogue in dialogues]\n")
-    status, out, _ = checked(capfd, *words, "--reward.remote_url=grade.py")
-    assert (status, out.splitlines()[-1][-3:]) == (0, "0.5")
-    Path("grade.py").write_text(f"{graded}['good'] * len(labels)\n")
-    status, _, err = checked(capfd, *words, "--reward.remote_url=grade.py")
+
+
+def test_a_reward_beside_an_environment_is_called_with_an_episode_as_a_run_has_it(
+    file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = """class Environment:
+    def reset(self, row):
+        return [{"role": "system", "content": "rules"}, {"role": "user", "content": row["input"]}]
+    def step(self, messages):
+        return "again", 0.25, len(messages) > 3
+"""
+    Path("game.py").write_text(code)
+    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
+    words = ("base.toml", "run.toml", "--env.path=game.py", "--reward.remote_url=grade.py")
+    worth = "[(p[1]['role'] == 'user') + (c[1]['content'] == 'again') for p, c in zip(prompts, completions)]"
+    graded = "def reward_func(prompts, completions, **kwargs):\n    return "
+    Path("grade.py").write_text(graded + worth)
+    capfd.readouterr()
+    status, out, err = checked(capfd, *words)
+    assert (status, out.splitlines()[-1][-15:]) == (0, "(2 in all): 2.5"), err
+    Path("grade.py").write_text(f"{graded}['good'] * len(prompts)")
+    status, _, err = checked(capfd, *words)
     assert (status, "grade.py: reward_func returned 'good' (str) at index 0" in err) == (2, True), err
+    status, out, _ = checked(capfd, *words, "--reward.on_error=skip")  # a run goes on with the other rows
+    assert (status, "warning: an episode of the first row" in out) == (0, True)
+    Path("game.py").write_text(code.replace("0.25", "int(messages[9])"))
+    status, out, _ = checked(capfd, *words)  # an episode that is lost ends no run
+    assert (status, "Environment.step raised IndexError" in out.splitlines()[-1]) == (0, True)

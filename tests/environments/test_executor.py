@@ -124,6 +124,14 @@ def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tm
     assert (answer.reward, answer.logs["turns"]) == (1.0, 2)
 
 
+def test_one_that_is_given_up_gets_no_tokens_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = "\n            print(output.outputs[0].finish_reason)"
+    played = Played(tmp_path, ADDS.replace(ASK, ASK + shown))
+    played.begin()
+    played.instances.drop(0)
+    assert capsys.readouterr().out == "length\n"
+
+
 def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
     played = Played(tmp_path, ADDS.replace(' or said.finish_reason == "length"', ""))
     played.begin()

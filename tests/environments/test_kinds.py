@@ -274,6 +274,10 @@ def test_a_class_of_skyrl_gym_is_played(tmp_path: Path, capsys: pytest.CaptureFi
     assert (made.begin(0, start(more="more")).messages or [])[-1]["content"] == "and more"
     assert [made.turn(0, Turn(text)).done for text in "ab"] == [False, True]
     made.end(0)
+    made.instances.drop(0)
+    assert capsys.readouterr().out == "closed\n"
+    made.begin(1, start(more="more"))
+    made.instances.drop(1)  # lost, or given up
     assert capsys.readouterr().out == "closed\n"
 
 
