@@ -100,7 +100,7 @@ class ExecutorEnvironment(UserClass):
         return answer
 
     def leave(self) -> None:
-        with suppress(EpisodeError):
+        with suppress(EpisodeError, asyncio.InvalidStateError):  # it has cancelled its last ask
             self.end()
         if self._task is not None and not self._task.done():
             self._task.cancel()
