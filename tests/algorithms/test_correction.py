@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
+from sampled_responses import response
 
 from slurm_rlhf.algorithms.correction import correct, mask_not_finite
 from slurm_rlhf.algorithms.losses import KLController, ages, approx_kl, staleness
@@ -272,9 +273,7 @@ def test_controller_state_goes_through_a_checkpoint() -> None:
 def test_staleness_of_a_batch() -> None:
     def sampled(*spans: tuple[int, int, int]) -> Trajectory:
         end = spans[-1][1] if spans else 0
-        floats, ids = np.zeros(end, dtype=np.float32), np.zeros(end, dtype=np.int32)
-        versions = [VersionSpan(*span) for span in spans]
-        return Trajectory(0, 0, ids, ids, floats, np.ones(end, dtype=bool), "stop", "", versions)
+        return response(0, tokens=end, versions=[VersionSpan(*span) for span in spans])
 
     batch = [sampled((0, 2, 3), (2, 3, 4)), sampled((0, 1, 5)), sampled(), sampled((0, 2, 4), (2, 4, 5))]
     age = ages(batch, 5)

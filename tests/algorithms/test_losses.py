@@ -101,16 +101,6 @@ def test_value_loss_by_hand() -> None:
     assert metrics["value_clip_fraction"].item() == 0.0  # though V_old + (V - V_old) is not V to the last bit
 
 
-def test_entropy_bonus_by_hand() -> None:
-    entropy = tensor(1.0, math.nan, 3.0).requires_grad_()
-    loss, metrics = entropy_bonus(entropy, torch.tensor([True, False, True]), 8.0, 0.5)
-    assert loss.item() == pytest.approx(-0.25)
-    assert metrics["entropy"].item() == 4.0
-    loss.backward()
-    assert entropy.grad is not None
-    assert entropy.grad.tolist() == [-0.0625, 0.0, -0.0625]
-
-
 def test_analytic_gradients_are_those_of_finite_differences() -> None:
     generator = torch.Generator().manual_seed(0)
     new, old, advantage = torch.randn(3, 20, dtype=torch.float64, generator=generator)

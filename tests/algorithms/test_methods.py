@@ -6,14 +6,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
-from policy_loss import policy_loss
 
 from slurm_rlhf.algorithms.advantages import estimate, whiten
-from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.registry import AdvantageInputs, built_in, find_algorithm
 from slurm_rlhf.errors import ConfigError
 
@@ -151,13 +149,3 @@ def test_aggregations_by_hand(mode: str, denominator: float, weights: list[float
     found = loss_weights(mode, inputs.action_mask, inputs.offsets, 10)
     assert found[0] == denominator
     assert (found[1] is None) if weights is None else found[1].tolist() == weights  # type: ignore[union-attr]
-
-
-def test_a_step_without_any_action_has_no_loss() -> None:
-    for mode in AGGREGATIONS:
-        denominator, weights = loss_weights(mode, np.zeros(2, dtype=np.bool_), np.array([0, 2]), 10)
-        assert denominator == 0
-        given_weights = None if weights is None else torch.from_numpy(weights)
-        zeros = torch.zeros(2, requires_grad=True)
-        loss, _ = policy_loss(zeros, zeros, torch.ones(2), torch.zeros(2) > 0, denominator, 0.2, 0.2, given_weights)
-        assert loss.item() == 0.0

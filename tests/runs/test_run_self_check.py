@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 from kit_gpus import visible
 from patched_ranks import patched_engines
+from programs import completed
 from random_models import make_model
 from safetensors import safe_open
 from training_runs import finished, metrics, started, workspace
-from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.docs.pages import page
@@ -155,16 +154,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("plugin")
     workspace(folder)
     (folder / "my_algorithm.py").write_text(plugin)
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=script + AGAIN,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible()},
-        timeout=HANG_S,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible()}
+    done = completed([sys.executable, "-"], input=script + AGAIN, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 
 def write_program(file: Path, text: str) -> Path:
@@ -20,3 +24,10 @@ def first_on_path(patch: pytest.MonkeyPatch, directory: Path, **scripts: str) ->
     for name, script in scripts.items():
         write_program(directory / name, f"#!/bin/sh\n{script}\n")
     patch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+
+def completed(
+    words: Sequence[str | Path], timeout_s: float = HANG_S, check: bool = False, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and keep what it writes."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=check, **more)
