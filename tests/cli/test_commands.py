@@ -140,13 +140,6 @@ def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFix
     assert f"; env.path: {away}: ConnectError" in stated
 
 
-def test_keys_that_a_command_does_not_read_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
-    assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
-    assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
-    assert "--actor.learning_rate is not read by `slurm-rlhf sft`: leave it out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "stated"),
     [

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learn import points_of, prepare
-from learn_curves import Point
+from learn import prepare
 from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from tiny_models import make_tiny
 
@@ -18,11 +17,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-
-
-def test_the_curve_of_a_run_leaves_out_its_evaluations() -> None:
-    rows = [{"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 5.0, "time/eval": 2.5, "eval": 0.75}]
-    assert points_of(rows, 0.5, 256) == [Point(0, 0.0, 0.5), Point(512, 4.5, 0.75)]
 
 
 def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:

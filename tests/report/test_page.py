@@ -88,10 +88,8 @@ def test_the_page_follows_its_width(opened: Page) -> None:
     wide = "Math.max(...[...document.querySelectorAll('[data-plot] svg')].map(p => p.viewBox.baseVal.width))"
     assert opened.value(wide) > 600
     opened.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
-    frames = (
-        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
-    )
-    opened.value(frames)
+    opened.value(FRAME)
+    opened.value(FRAME)
     assert opened.value(wide) <= 400
     assert opened.value(OVERFLOW) <= 0
     assert opened.value(BARE) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,3 +34,17 @@ def completed(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, and keep what it writes."""
     return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=check, **more)
+
+
+def on_terminal(words: Sequence[str | Path], **variables: str) -> str:
+    """Run a program on a terminal to its end, and keep what it shows."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | variables)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait(HANG_S) == 0, shown.decode()
+    return shown.decode()
