@@ -140,6 +140,13 @@ def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFix
     assert f"; env.path: {away}: ConnectError" in stated
 
 
+def test_keys_that_a_command_does_not_read_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
+    assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
+    assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
+    assert "--actor.learning_rate is not read by `slurm-rlhf sft`: leave it out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "stated"),
     [
@@ -159,13 +166,6 @@ def test_what_people_write_is_understood(
 def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert main(["train", str(file), "--dry_run"]) == 0
-
-
-def test_train_without_a_file_says_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train"]) == 2
-    said = capsys.readouterr().err
-    assert "the TOML file comes first: `slurm-rlhf init NAME` writes one" in said
-    assert "usage: slurm-rlhf train FILE.toml" in said
 
 
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,7 @@ def test_help_on_what_is_no_key_names_the_nearest_and_the_groups(capsys: pytest.
     [
         (["trane"], "slurm-rlhf: error: unknown command 'trane'; did you mean train? (commands: init, "),
         (["xyz"], "slurm-rlhf: error: unknown command 'xyz' (commands: init, "),
+        (["train"], "slurm-rlhf: error: the TOML file comes first: `slurm-rlhf init NAME` writes one"),
         (["train", "--dry_run"], "the TOML file comes first"),
         (["sft", "--train.seed=1", "x.toml"], "the TOML file comes first\nusage: slurm-rlhf sft"),
         (["train", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),

@@ -107,7 +107,6 @@ def test_fingerprint_sees_rows_tokens_and_labels(tmp_path: Path, tokenizer: Toke
         ('{"input": "a"', "not valid JSON: Expecting ',' delimiter at column 14"),
         ('["a"]', 'a JSON object is needed, got ["a"] (this looks like plain JSON'),
         ("{", "this looks like plain JSON; JSONL has one whole object on each line"),
-        ("3", "a JSON object is needed, got 3"),
         ("[" * 100_000, "not JSON that can be read"),
         (
             '{"prompt": "a", "label": 1}',
