@@ -40,26 +40,6 @@ seeds = st.integers(0, 2**32 - 1)
 # --- token_rewards
 
 
-def test_reward_arrives_at_the_last_action_and_kl_everywhere() -> None:
-    mask, offsets = mask_of("111", "", "1100")
-    kl = np.array([1.0, 2.0, -3.0, 4.0, 5.0, 100.0, np.nan], dtype=np.float32)
-    got = token_rewards(kl, 0.1, [1.0, 7.0, 2.0], mask, offsets, CLIP)
-    assert_allclose(got, [-0.1, -0.2, 1.3, -0.4, 1.5, 0.0, 0.0], rtol=1e-6)
-    assert got.dtype == np.float32
-
-
-def test_response_without_actions_does_not_receive_its_reward() -> None:
-    mask, offsets = mask_of("00", "01", "")
-    got = token_rewards(np.ones(4), 0.5, [9.0, 1.0, 9.0], mask, offsets, CLIP)
-    assert_allclose(got, [0.0, 0.0, 0.0, 0.5])
-
-
-def test_clip_belongs_to_the_reward_and_not_to_reward_plus_kl() -> None:
-    mask, offsets = mask_of("1", "1")
-    got = token_rewards(np.array([30.0, -30.0]), 1.0, [25.0, -25.0], mask, offsets, [-1.0, 2.0])
-    assert_allclose(got, [2.0 - 30.0, -1.0 + 30.0])
-
-
 def test_integer_and_boolean_rewards() -> None:
     mask, offsets = mask_of("1", "1", "1")
     got = token_rewards(np.full(3, 0.5), 1.0, np.array([1, 0, 2], dtype=np.int64), mask, offsets, CLIP)
@@ -95,39 +75,13 @@ def test_token_rewards_against_the_definition(
 # --- gae
 
 
-def test_gae_by_hand() -> None:
-    # gamma 0.5, lambda 0.5: delta = (0.5*3-2, 1+0.5*4-3, 2-4) = (-0.5, 0, -2); A2 = -2, A1 = 0-0.5, A0 = -0.5-0.125
-    mask, offsets = mask_of("111")
-    advantages, returns = gae([0.0, 1.0, 2.0], [2.0, 3.0, 4.0], mask, offsets, 0.5, 0.5)
-    assert_array_equal(advantages, np.float32([-0.625, -0.5, -2.0]))
-    assert_array_equal(returns, np.float32([1.375, 2.5, 2.0]))
-
-
-def test_gae_gap_is_not_a_time_step() -> None:
-    """A tool's tokens between two turns: the numbers are those of the response without them."""
-    dense_mask, dense_offsets = mask_of("111")
-    dense = gae([0.0, 1.0, 2.0], [2.0, 3.0, 4.0], dense_mask, dense_offsets, 0.5, 0.5)
-    mask, offsets = mask_of("01001010")
-    rewards = np.array([np.nan, 0.0, 5.0, 5.0, 1.0, np.inf, 2.0, 9.0])
-    values = np.array([np.nan, 2.0, 7.0, np.nan, 3.0, 7.0, 4.0, 7.0])
-    for got, want in zip(gae(rewards, values, mask, offsets, 0.5, 0.5), dense, strict=True):
-        assert_array_equal(got[mask], want)
-        assert_array_equal(got[~mask], 0.0)
-
-
-def test_gae_lambda_one_is_reward_to_go_and_lambda_zero_is_the_td_error() -> None:
-    mask, offsets = mask_of("11", "1")
-    rewards, values = [1.0, 2.0, 4.0], [0.5, 0.25, 3.0]
-    assert_array_equal(gae(rewards, values, mask, offsets, 1.0, 1.0)[1], np.float32([3.0, 2.0, 4.0]))
-    assert_array_equal(gae(rewards, values, mask, offsets, 1.0, 0.0)[0], np.float32([0.75, 1.75, 1.0]))
-
-
 @settings(max_examples=120, deadline=None)
 @given(masks, seeds, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_gae_against_the_definition(responses: list[str], seed: int, gamma: float, lambd: float) -> None:
     mask, offsets = mask_of(*responses)
     rng = np.random.default_rng(seed)
-    rewards, values = (rng.normal(scale=3.0, size=len(mask)).astype(np.float32) for _ in range(2))
+    drawn = (rng.normal(scale=3.0, size=len(mask)).astype(np.float32) for _ in range(2))
+    rewards, values = (np.where(mask, numbers, np.float32("nan")) for numbers in drawn)
     want = np.zeros(len(mask))
     for start, end in pairwise(offsets):
         steps = [t for t in range(start, end) if mask[t]]
@@ -156,19 +110,13 @@ def test_gae_of_a_response_does_not_depend_on_its_neighbours() -> None:
 # --- whiten
 
 
-def test_whiten_by_hand() -> None:
-    mask, _ = mask_of("1011")
-    got = whiten([1.0, np.nan, 2.0, 3.0], mask)
-    assert_allclose(got, [-1.2247449, 0.0, 0.0, 1.2247449], rtol=1e-6)
-
-
 @settings(max_examples=80, deadline=None)
 @given(masks, seeds, st.floats(-1e4, 1e4), st.floats(0.01, 1e4))
 def test_whiten_is_global_and_zero_at_masked_positions(
     responses: list[str], seed: int, shift: float, scale: float
 ) -> None:
     mask, _ = mask_of(*responses)
-    x = np.random.default_rng(seed).normal(shift, scale, size=len(mask))
+    x = np.where(mask, np.random.default_rng(seed).normal(shift, scale, size=len(mask)), np.nan)
     got = whiten(x, mask)
     assert_array_equal(got[~mask], 0.0)
     chosen = [float(v) for v, m in zip(x, mask, strict=True) if m]
@@ -213,7 +161,7 @@ def test_columns_of_another_length_are_refused_and_not_broadcast() -> None:
         whiten(np.ones(1), mask)
 
 
-def test_registry_knows_gae_and_names_what_is_valid() -> None:
+def test_gae_by_its_name() -> None:
     mask, offsets = mask_of("101", "", "1")
     kl, values = np.float32([1, 9, 2, 3]), np.float32([0.5, 9, 0.25, 0.125])
     groups = np.zeros(3, dtype=np.int64)
@@ -223,8 +171,6 @@ def test_registry_knows_gae_and_names_what_is_valid() -> None:
     assert_allclose(advantages, [-0.1 + 0.25 - 0.5, 0.0, 0.8 - 0.25, 3.7 - 0.125], rtol=1e-6)
     assert_allclose(returns, [0.15, 0.0, 0.8, 3.7], rtol=1e-6)
     assert_array_equal(estimate(find_algorithm("gae"), inputs)["advantages"], whiten(advantages, mask))
-    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: dr_grpo, gae,"):
-        find_algorithm("gea")
 
 
 def test_the_critic_may_learn_with_a_lambda_of_its_own() -> None:

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from slurm_rlhf.algorithms.reward_shaping import (
-    length_reward,
     overlong_penalty,
     shape,
-    stop_properly,
 )
 from slurm_rlhf.config.schema_models import Reward
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Experience
@@ -47,22 +45,6 @@ def test_overlong_by_hand() -> None:
     found = overlong_penalty([0, 16384, 16385, 18432, 20480, 30000], 20480, 4096, 1.0)
     assert_array_equal(found, [0, 0, -1 / 4096, -0.5, -1, -1])
     assert_array_equal(overlong_penalty([0, 5, 10], 10, 10, 3.0), [0, -1.5, -3])
-
-
-def test_stop_properly_by_hand() -> None:
-    ended = np.array([True, False, False])
-    assert_array_equal(stop_properly([2, 2, -2], ended, 0.25), [2, 0.5, -0.5])
-    assert_array_equal(stop_properly([2, 2, -2], ended, 0.0), [2, 0, 0])
-    assert_array_equal(stop_properly([2, 2, -2], ended, -0.5), [2, -0.5, -0.5])
-    assert_array_equal(stop_properly([2, 2, -2], ended, 1.0), [2, 2, -2])
-
-
-def test_length_reward_by_hand() -> None:
-    right = np.array([True, True, True, False, False, True, True])
-    found = length_reward([10, 20, 30, 10, 30, 7, 7], right, np.array([1, 1, 1, 1, 1, 0, 0]))
-    assert_array_equal(found, [0.5, 0, -0.5, 0, -0.5, 0, 0])
-    assert_array_equal(length_reward([5], right[:1], np.array([3])), [0])
-    assert_array_equal(length_reward([], right[:0], np.zeros(0, dtype=np.int64)), [])
 
 
 def test_nothing_on_changes_nothing() -> None:

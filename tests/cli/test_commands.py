@@ -168,13 +168,6 @@ def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.Captur
     assert main(["train", str(file), "--dry_run"]) == 0
 
 
-def test_train_without_a_file_says_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train"]) == 2
-    said = capsys.readouterr().err
-    assert "the TOML file comes first: `slurm-rlhf init NAME` writes one" in said
-    assert "usage: slurm-rlhf train FILE.toml" in said
-
-
 def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     overview = capsys.readouterr().out

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from programs import write_program
 
 from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
@@ -102,9 +103,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/nowhere")
 
     def sinfo(body: str) -> None:
-        file = tmp_path / "bin" / "sinfo"
-        file.write_text(f"#!/bin/bash\n{body}\n")
-        file.chmod(0o755)
+        write_program(tmp_path / "bin" / "sinfo", f"#!/bin/bash\n{body}\n")
 
     return sinfo
 

@@ -135,8 +135,6 @@ def test_help_on_what_is_no_key_names_the_nearest_and_the_groups(capsys: pytest.
         (["train", "--dry_run"], "the TOML file comes first"),
         (["sft", "--train.seed=1", "x.toml"], "the TOML file comes first\nusage: slurm-rlhf sft"),
         (["train", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
-        (["plan", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
-        (["sft", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
     ],
 )
 def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

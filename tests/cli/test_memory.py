@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from model_configs import make_shape
+from programs import write_program
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.main import main
@@ -34,16 +35,15 @@ def seven(tmp_path: Path) -> str:
 @pytest.fixture
 def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose nvidia-smi tells of eight GPUs; the file says which."""
-    program, stated = tmp_path / "bin" / "nvidia-smi", tmp_path / "kind"
-    program.parent.mkdir()
+    stated = tmp_path / "kind"
     stated.write_text("echo NVIDIA A100-SXM4-40GB, 40960")
-    program.write_text(
+    text = (
         "#!/bin/sh\n"
         "case $1 in *compute-apps*) exit 0 ;; esac\n"
         'for i in 0 1 2 3 4 5 6 7; do case $1 in -L) echo "GPU $i: x" ;; '
         f'*) echo "$i, GPU-$i, $(. {stated}), 0, 580.1, Disabled" ;; esac; done\n'
     )
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin" / "nvidia-smi", text)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)

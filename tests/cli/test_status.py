@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loaded_packages import LIBRARIES, packages_loaded
+from programs import write_program
 from waiting import HANG_S, until
 
 from slurm_rlhf.cli.main import main
@@ -43,7 +44,6 @@ class Bench:
         self.capsys = capsys
         self.run_dir, self.bin, self.log = root / "run", root / "bin", root / "job.log"
         (self.run_dir / "logs").mkdir(parents=True)
-        self.bin.mkdir()
         Session("gpu001", 77, 0.0, "12", "", "gpu001").write(self.run_dir)
         self.log.write_text(f"job 12 on gpu001, gpu002, run directory {self.run_dir}\nhello\n")
 
@@ -52,9 +52,7 @@ class Bench:
         self.program("scontrol", f"echo '{shown}'")
 
     def program(self, name: str, script: str) -> None:
-        file = self.bin / name
-        file.write_text(f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
-        file.chmod(0o755)
+        write_program(self.bin / name, f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
 
     def shown(self, word: object = None) -> str:
         """What `status` prints of the run, or of `word`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from programs import first_on_path
 
 from slurm_rlhf.cluster.resources import current_topology
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, expand_counts, parse_gpus, read_slurm
@@ -225,10 +226,8 @@ def test_details_of_uneven_nodes() -> None:
 
 def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeypatch) -> None:
     (tmp_path / "details").write_text(DETAILS)
-    fake = tmp_path / "scontrol"
-    fake.write_text(f'#!/bin/sh\n[ "$*" = "show job --details 4711" ] && exec cat {tmp_path}/details\nexit 1\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    script = f'[ "$*" = "show job --details 4711" ] && exec cat {tmp_path}/details\nexit 1'
+    first_on_path(monkeypatch, tmp_path, scontrol=script)
     topology = current_topology(Config(), environ={**BATCH, "SLURM_GPUS": "20"})
     assert [node.gpus for node in topology.nodes] == [8, 8, 4]
     seen_here = {**without(BATCH, "SLURM_JOB_GPUS"), "SLURM_GPUS_ON_NODE": "8"}  # as --gres=gpu:4 --exclusive leaves it

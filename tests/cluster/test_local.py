@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from gpu_smi import card, write_smi
+from programs import write_program
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import (
@@ -38,9 +39,7 @@ def nvidia_smi(folder: Path, gpus: int, code: int = 0) -> dict[str, str]:
         f"GPU {i}: NVIDIA H200 (UUID: GPU-{i}{i})\n  MIG 1g.18gb Device 0: (UUID: MIG-{i})" for i in range(gpus)
     )
     (folder / "list").write_text(lines + "\n")
-    program = folder / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {folder}/list\nexit {code}\n')
-    program.chmod(0o755)
+    write_program(folder / "nvidia-smi", f'#!/bin/sh\n[ "$1" = -L ] && cat {folder}/list\nexit {code}\n')
     return {"PATH": f"{folder}:/usr/bin:/bin"}
 
 

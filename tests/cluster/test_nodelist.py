@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import completed
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
@@ -75,9 +76,7 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def hostnames(text: str, environ: dict[str, str]) -> list[str]:
     command = ["scontrol", "show", "hostnames", text]
-    return subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False
-    ).stdout.split()
+    return completed(command, env=environ).stdout.split()
 
 
 @pytest.mark.slow

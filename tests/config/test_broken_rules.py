@@ -23,7 +23,6 @@ PATTERN = "rollout.repetition_detection"
 BROKEN = [
     # sizes, lengths, ranges
     ("rollout.batch_size=100", "100 * 1 = 100 responses do not divide ... train.batch_size = 128: use 50 or 100"),
-    ("rollout.batch_size=100 train.batch_size=64", "train.batch_size = 64: use 50 or 100"),
     ("actor.num_nodes=3", "train.batch_size = 128 does not divide over actor.num_nodes ... use a multiple of 3"),
     ("critic.num_gpus_per_node=3", "critic.num_nodes * critic.num_gpus_per_node = 1 * 3 = 3"),
     ("ref.num_gpus_per_node=3", "ref.num_nodes * ref.num_gpus_per_node = 1 * 3 = 3 ranks"),
@@ -77,7 +76,6 @@ BROKEN = [
     # the distribution that is sampled from
     ("rollout.temperature=2.1", "rollout.temperature must be at least 0 and at most 2, got 2.1"),
     ("rollout.temperature=0.009", "rollout.temperature = 0.009 ... vLLM takes 0.01 ... use 0.01 or more"),
-    ("rollout.temperature=0", "rollout.temperature = 0 is below ... use 0.01 or more"),
     ("rollout.top_k=-2", "rollout.top_k must be at least -1, got -2"),
     ("rollout.top_k=0", "rollout.top_k = 0 would make the engine sample from a part of the vocabulary"),
     ("rollout.top_k=40", "rollout.top_k = 40 ... leave the key out, and lower rollout.temperature"),
@@ -190,10 +188,8 @@ BROKEN = [
         "by seq-mean-token-sum-norm and ... by seq-mean-token-mean: say which with actor.loss_agg_mode",
     ),
     ("actor.dual_clip=1", "= 1 would cut off tokens that did not become likelier: it bounds a ratio"),
-    ("actor.dual_clip=0.5", "actor.dual_clip = 0.5 would cut off"),
     ("actor.dual_clip=-1", "actor.dual_clip must be at least 0, got -1"),
     ("actor.eps_clip_low_high=0.28,0.2", "= 0.28 0.2 is the wrong way round: the range below comes first and is"),
-    ("actor.eps_clip_low_high=4e-4,3e-4 with actor.policy_loss_type=gspo", "= 0.0004 0.0003 is the wrong way round"),
     ("actor.eps_clip_low_high=0.2", "actor.eps_clip_low_high takes two numbers or none, got [0.2]"),
     ("actor.eps_clip_low_high=0,0.2", "actor.eps_clip_low_high must be above 0, got 0.0"),
     ("actor.sapo_temperature_pos=0", "actor.sapo_temperature_pos must be above 0, got 0.0"),

@@ -79,7 +79,6 @@ def test_a_good_one(config: Config) -> None:
         (["run_dir="], ["run_dir is not set"]),
         (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
         (["train.colocate_all=true", "actor.num_gpus_per_node=8"], ["3 problems", *COLOCATED]),
-        (["train.seed=-1", "eval.steps=-1"], ["2 problems", "train.seed", "eval.steps"]),
     ],
 )
 def test_what_is_missing_or_broken_is_named(config: Config, words: list[str], named: list[str]) -> None:

@@ -254,13 +254,6 @@ def test_defaults_have_the_types_of_their_keys() -> None:
         assert from_toml(key, key.default) == key.default, key.name
 
 
-def test_shipped_files_are_read() -> None:
-    shipped = sorted((Path(__file__).parents[2] / "sbatch").glob("*.toml"))
-    assert shipped
-    for file in shipped:
-        load_config(file, [])
-
-
 def test_every_key_is_documented() -> None:
     missing = [name for name in all_keys() if not documentation().get(name)]
     assert missing == []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import tomllib
 from functools import reduce
 from pathlib import Path
 
 import pytest
 from model_configs import SHAPES
-from waiting import HANG_S
+from programs import completed
 
 from slurm_rlhf.algorithms.policy_losses import aggregation_of, clip_range
 from slurm_rlhf.cli.plan import layout_on
@@ -162,13 +161,7 @@ def test_the_quickstart_over_a_recipe_keeps_its_algorithm_and_nothing_of_its_clu
 
 
 def test_an_unknown_recipe_is_reported_before_anything_is_made() -> None:
-    done = subprocess.run(
-        ["bash", str(SBATCH / "quickstart.sh"), "--recipe=grop"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANG_S,
-    )
+    done = completed(["bash", str(SBATCH / "quickstart.sh"), "--recipe=grop"])
     assert done.returncode == 1
     assert "sbatch/recipes/grop.toml. Recipes: async_grpo cispo" in done.stderr
 

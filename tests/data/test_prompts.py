@@ -105,10 +105,8 @@ def test_fingerprint_sees_rows_tokens_and_labels(tmp_path: Path, tokenizer: Toke
     ("line", "named"),
     [
         ('{"input": "a"', "not valid JSON: Expecting ',' delimiter at column 14"),
-        ("{'input': 'a'}", "not valid JSON: Expecting property name"),
         ('["a"]', 'a JSON object is needed, got ["a"] (this looks like plain JSON'),
         ("{", "this looks like plain JSON; JSONL has one whole object on each line"),
-        ("3", "a JSON object is needed, got 3"),
         ("[" * 100_000, "not JSON that can be read"),
         (
             '{"prompt": "a", "label": 1}',
@@ -116,9 +114,7 @@ def test_fingerprint_sees_rows_tokens_and_labels(tmp_path: Path, tokenizer: Toke
         ),
         ("{}", "no column 'input' (columns: none)"),
         ('{"input": 3}', "'input' must be a string, got int"),
-        ('{"input": null}', "'input' must be a string, got NoneType"),
         ('{"input": ""}', "the prompt is empty"),
-        ('{"input": "a', "Unterminated string starting at column 11"),
     ],
 )
 def test_bad_line(tmp_path: Path, tokenizer: Tokenizer, line: str, named: str) -> None:
@@ -224,14 +220,6 @@ def test_other_data_does_not_resume(name: str, value: object, stated: str, keys:
     assert str(caught.value).startswith(stated.format(keys.batch_size if name == "batch_size" else keys.dataset))
     assert f"restore it, or start a new run in another --{keys.directory}" in str(caught.value)
     replace(order, episodes=5).check(order.state_dict())
-
-
-def test_more_episodes_may_be_asked_for_on_resume() -> None:
-    order = PromptOrder(4, 2, 1, seed=1)
-    rest(order)
-    longer = replace(order, episodes=2)
-    longer.load_state_dict(order.state_dict())
-    assert rest(longer) == rest(replace(order, episodes=2))[2:]
 
 
 def test_prompts_must_fill_a_batch() -> None:

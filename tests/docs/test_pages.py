@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
 import shlex
 import subprocess
@@ -12,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from glossary import explained, unexplained
+from programs import on_terminal
 from recorded_run import write_run
 from shown_commands import ROOT, TEXTS
 from training_runs import workspace
-from waiting import HANG_S
 
 import slurm_rlhf
 from slurm_rlhf.cli import main as cli
@@ -46,24 +44,11 @@ def test_a_topic_that_is_not_there_names_the_nearest(capsys: pytest.CaptureFixtu
     assert cli.main(["docs", "first_run", "trouble"]) == 2
 
 
-def on_a_terminal(topic: str, columns: int) -> str:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "slurm_rlhf.cli", "docs", topic]
-    env = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
-    done = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=env)
-    os.close(theirs)
-    shown = b""
-    try:
-        while part := os.read(ours, 65536):
-            shown += part
-    except OSError:  # the other end is closed
-        pass
-    assert done.wait(timeout=HANG_S) == 0
-    return shown.decode()
+DOCS = [sys.executable, "-m", "slurm_rlhf.cli", "docs"]
 
 
 def test_on_a_terminal_it_is_formatted() -> None:
-    text = on_a_terminal("resume", 90)
+    text = on_terminal([*DOCS, "resume"], COLUMNS="90", TERM="xterm")
     assert "\x1b[" in text
     assert "# Resume" not in text
     assert "Resume and requeue" in text
@@ -71,7 +56,7 @@ def test_on_a_terminal_it_is_formatted() -> None:
 
 def test_on_a_terminal_no_name_in_a_table_is_cut() -> None:
     """Names longer than a column: of trackers' files, and of keys."""
-    text = on_a_terminal("keys", 80)
+    text = on_terminal([*DOCS, "keys"], COLUMNS="80", TERM="xterm")
     assert "rollout.n_samples_per_p" in text  # it goes on in the next line
     assert "…" not in text
 

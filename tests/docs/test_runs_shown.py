@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import completed
 from shown_commands import ROOT, shown
 from training_runs import workspace
-from waiting import HANG_S
 
 pytestmark = [pytest.mark.full]
 
@@ -36,16 +35,7 @@ class Folder:
         """Run a command that a page shows, with `names` in place of its words, and `sizes` behind; what it prints."""
         words = [names.get(word, word) for word in shown(command)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        slurm_rlhf = [sys.executable, "-m", "slurm_rlhf.cli"]
-        done = subprocess.run(
-            [*slurm_rlhf, *words, *sizes],
-            cwd=self.path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
+        done = completed([sys.executable, "-m", "slurm_rlhf.cli", *words, *sizes], cwd=self.path, env=environment)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr
         return done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
+from sampled_responses import response
 from steps import OnDemand
 from tiny_models import make_tiny
 from waiting import HANG_S
@@ -248,10 +249,8 @@ def test_data_sets_that_are_sampled_alike_go_to_the_engines_together(tmp_path: P
     def sample(prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         asked.append((len(prompts), sampling.temperature, version))
         assert len({prompt.index for prompt in prompts}) == len(prompts)  # engines know requests by it
-        one, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
-        ids = np.ones(1, np.int32)
         return [
-            Trajectory(prompt.index, number, prompt.token_ids, ids, one, mask, "stop", f"{prompt.text}{number}", [])
+            response(prompt.index, f"{prompt.text}{number}", number, prompt_ids=prompt.token_ids)
             for prompt in prompts
             for number in range(sampling.n)
         ]

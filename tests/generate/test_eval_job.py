@@ -85,7 +85,6 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
         (["--model={model}", "--eval.datasets=/no.jsonl"], "eval.datasets, no: no such file: /no.jsonl"),
         (["--model={model}", "--eval.datasets=[]"], "there is nothing to evaluate: name JSONL files"),
         (["--model={model}", "--eval.pass_k=8"], "pass@8 needs k from 1 to n_samples_per_prompt = 1"),
-        (["--model={model}", "--eval.n_samples_per_prompt=2"], "with temperature 0: greedy responses"),
         (["--model={model}", "--reward.remote_url="], "reward.remote_url is not set: name a Python file"),
         (["--model={model}", "--data.input_key=question"], "no column 'question' (columns: input, label)"),
         (["--model={model}", "--eval.source_key=part"], "has no column 'part' (columns: input, label)"),

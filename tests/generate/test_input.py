@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from sampled_responses import IDS, response
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
@@ -24,7 +24,7 @@ from slurm_rlhf.generate.job import engines_everywhere
 from slurm_rlhf.generate.model_source import Source, find_source
 from slurm_rlhf.generate.rows import Scores, read_dataset
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
-from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.records import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +155,8 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def scored(scores: Scores, *labels: str) -> list[tuple[float | None, str]]:
-    ids, none = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    prompts = [Prompt(row, "1/x", ids, label) for row, label in enumerate(labels)]
-    answers = [Trajectory(p.index, 0, ids, ids, none, np.ones(1, np.bool_), "stop", "x", []) for p in prompts]
-    return scores(prompts, answers)
+    prompts = [Prompt(row, "1/x", IDS, label) for row, label in enumerate(labels)]
+    return scores(prompts, [response(prompt.index, "x") for prompt in prompts])
 
 
 def test_a_row_that_the_reward_function_cannot_score_is_one_bad_row(

@@ -6,8 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,41 +49,6 @@ def test_what_a_crashed_node_leaves_at_the_end_is_cut_and_a_line_in_the_middle_i
     with pytest.raises(DataError, match=r"output.jsonl:2: this line is no row of an output. Nothing is changed"):
         OutputFile(path)
     assert path.read_bytes() == damaged
-
-
-def test_killed_at_random_moments_the_writer_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    """A process that appends as fast as it can is killed with SIGKILL again and again, and goes on."""
-    path, total = tmp_path / OUTPUT, 30_000
-    kills = 0
-    while True:
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(total)], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            size = len(process.stdout.readline())  # it has read what is there
-            if kills < 20 and size:
-                try:
-                    process.wait(0.002 * (kills % 7))
-                except subprocess.TimeoutExpired:
-                    process.send_signal(signal.SIGKILL)
-                    kills += 1
-        if process.returncode == 0:
-            break
-    assert kills == 20
-    assert sorted(rows(path)) == [(row, 0) for row in range(total)]
-
-
-WRITER = """
-import sys, time
-from pathlib import Path
-from slurm_rlhf.generate.output import OutputLine, OutputFile
-output, total = OutputFile(Path(sys.argv[1])), int(sys.argv[2])
-print("there", flush=True)
-done = len(output.counts.done)
-step = 97
-for row in range(done, total, step):
-    output.append([OutputLine(each, 0, "2+2=", "four" * (each % 50)) for each in range(row, min(row + step, total))])
-    output.sync(time.monotonic(), 0.05)
-output.close()
-"""
 
 
 def test_a_disk_that_is_full_leaves_the_rows_so_far(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from sampled_responses import IDS, response
 from waiting import HANG_S, until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.generate.output import JobProgress
 from slurm_rlhf.generate.rows import Answered, PendingRows, RowCalls
-from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling
 
 
 def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
@@ -41,13 +42,12 @@ def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
 
 def test_the_first_answer_of_a_row_is_written_and_a_late_one_is_not() -> None:
     """An engine that stood still answers a row that another one has taken since."""
-    ids, calls = np.array([3], dtype=np.int32), SimpleNamespace()
-    prompts = [Prompt(row, "1+1=", ids) for row in range(2)]
+    calls = SimpleNamespace()
+    prompts = [Prompt(row, "1+1=", IDS) for row in range(2)]
     rows = PendingRows(Config(), prompts, {0: Sampling()}, lambda _, found: [(1.0, None)] * len(found), set())
     assert (rows.queue.take(0, 0.0), rows.queue.take(1, 0.0)) == (0, 1)
     assert rows.queue.finish(1, 1, 1.0)
     assert rows.queue.take(1, 1e6) == 0
-    answer = Trajectory(0, 0, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop", "2", [])
-    said = [Answered(engine, 0, [answer], EngineLoad()) for engine in (1, 0)]
+    said = [Answered(engine, 0, [response(0, "2")], EngineLoad()) for engine in (1, 0)]
     lines = [rows.take(calls, [one], JobProgress(1, {}, 0.0)) for one in said]  # type: ignore[arg-type]
     assert [[line.response for line in found] for found in lines] == [["2"], []]

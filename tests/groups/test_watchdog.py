@@ -17,6 +17,7 @@ from typing import Any
 
 import hang_peer
 import pytest
+from programs import completed
 from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
@@ -258,14 +259,7 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
 def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp_path: Path) -> None:
     script = HELD_CONDUCTOR.format(tests=Path(__file__).parent, path=tmp_path)
     paths = f"{ROOT}:{ROOT / 'tests' / 'support'}"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=True,
-    )
+    done = completed([sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": paths})
     before, _, after = done.stderr.partition("so far nothing")
     assert "Stack" not in before
     assert "Stack (most recent call first):" in after

@@ -11,7 +11,8 @@ from pathlib import Path
 import lanes
 import psutil
 import pytest
-from waiting import HANG_S, scaled
+from programs import completed
+from waiting import scaled
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def side_by_side(directory: Path, limit: str = "", **files: str) -> subprocess.C
     chosen = {name: [f"test_{name}.py"] for name in files}
     (directory / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-c", RUN.format(chosen, limit)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=HANG_S, check=False)
+    return completed(command, cwd=directory)
 
 
 def test_a_failure_is_shown_whole_and_fails_the_run(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
     collected: list[str] = []
     for arguments in lanes.chosen(tmp_path / "tests").values():
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=True)
+        done = completed(command, check=True, cwd=tmp_path)
         collected += [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
     assert sorted(collected) == sorted(f"tests/{file}" for file in files)
     assert collected[0] == f"tests/runs/{lanes.FIRST}"
@@ -176,15 +177,8 @@ def session(directory: Path, tests: str, ci: bool = False) -> subprocess.Complet
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
     environment["PYTHONPATH"] = f"{SUPPORT}:{environment.get('PYTHONPATH', '')}"  # of what conftest.py imports
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=directory,
-        env=environment | ({"CI": "true"} if ci else {}),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    environment |= {"CI": "true"} if ci else {}
+    return completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=directory, env=environment)
 
 
 def alive(pid: int) -> bool:

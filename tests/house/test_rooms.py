@@ -171,13 +171,7 @@ def test_rooms_keep_to_the_table() -> None:
         ("config/x.py", "from slurm_rlhf import data", "config may not import data"),
         ("engine/x.py", "from slurm_rlhf import trainer", "engine may not import trainer"),
         ("wire/x.py", "from ..cluster.topology import Node", "wire may not import cluster"),
-        ("ranks/x.py", "import slurm_rlhf.cli.main", "ranks may not import cli"),
         ("ranks/x.py", "import importlib\nimportlib.import_module('vllm.config')", "x.py:2: vllm belongs to"),
-        (
-            "weights/ends.py",
-            "from vllm import LLM",
-            "vllm belongs to engine/ and bench/",
-        ),
         (
             "config/x.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import vllm",

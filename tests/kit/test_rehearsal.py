@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from kit import CHECKS
 from kit_report import REHEARSED
+from programs import completed
 from waiting import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -27,14 +27,8 @@ def rehearse(reports: Path, *words: str) -> tuple[str, dict[str, Any]]:
     """(what pytest printed, gpu_report.json) of a session of its own."""
     program = Path(__file__).with_name("test_gpu.py")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(program), "-m", "gpu", "--rehearse"]
-    done = subprocess.run(
-        [*command, f"--gpu_report={reports}", *words],
-        env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
-        capture_output=True,
-        text=True,
-        timeout=scaled(1900),
-        check=False,
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = completed([*command, f"--gpu_report={reports}", *words], timeout_s=scaled(1900), env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     report: dict[str, Any] = json.loads((reports / "gpu_report.json").read_text())
     return done.stdout, report

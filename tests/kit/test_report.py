@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from gpu_smi import card, write_smi
 from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Finding, Outcome, Place, perform, unfit
 from kit_machine import interfaces, machine
 from kit_train import judged
+from programs import completed
 from training_runs import workspace
-from waiting import HANG_S
 
 from slurm_rlhf.cli.plan import layout_on
 from slurm_rlhf.config.check import check_colocation
@@ -179,14 +178,7 @@ def test_roles_that_share_gpus_share_two_where_there_are_four(
 @pytest.mark.parametrize("words", [("-m", "gpu"), ("-mgpu",), ("-m=gpu",)])
 def test_without_a_gpu_the_kit_ends_with_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
     write_smi(tmp_path, said="No devices were found\n")
-    done = subprocess.run(
-        ["bash", str(RUN_SH), *words],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = completed(["bash", str(RUN_SH), *words], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
@@ -202,10 +194,10 @@ def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_
     script = shutil.copy(RUN_SH.parents[1] / "sbatch" / "gpu_check.sh", spool / "slurm_script")
     environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(checkout)}
     words = ["bash", str(script), "--rehearse", "-k", "a or b"]
-    said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    said = completed(words, check=True, env=environment).stdout
     assert said.splitlines() == ["-m", "gpu", "--rehearse", "-k", "a or b"]
     environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
-    lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    lost = completed(words, env=environment)
     stated = f"gpu_check: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/gpu_check.sh\n"
     assert (lost.returncode, lost.stderr) == (2, stated)
 
@@ -213,9 +205,7 @@ def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_
 def test_the_kit_is_no_part_of_the_ordinary_run() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     kit_file = str(Path(__file__).with_name("test_gpu.py"))
-    ordinary = subprocess.run([*command, kit_file], capture_output=True, text=True, timeout=HANG_S, check=False)
+    ordinary = completed([*command, kit_file])
     assert f"{len(CHECKS)} deselected" in ordinary.stdout
-    asked = subprocess.run(
-        [*command, kit_file, "-m", "gpu"], capture_output=True, text=True, timeout=HANG_S, check=False
-    )
+    asked = completed([*command, kit_file, "-m", "gpu"])
     assert asked.stdout.count("test_check[") == len(CHECKS)

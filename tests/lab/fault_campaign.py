@@ -11,19 +11,18 @@ those of an undisturbed run, and what was left behind. Faults of a cluster: bash
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
 from pathlib import Path
 
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.errors import ConfigError
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import task
 import warm_runs
 from campaign.draw import draw, runnable
-from campaign.faults import all_faults, named
+from campaign.faults import all_faults
 from campaign.leader import Leader, ThisMachine
 from campaign.result import carried_out
 from campaign.warm import WarmStart
@@ -39,27 +38,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60, help="how many; each kind, target and phase comes once first")
     parser.add_argument("--seed", type=int, default=0, help="seed of faults and of their moments")
-    parser.add_argument("--only", default="", help="a regular expression: faults with such names, as --list shows them")
     parser.add_argument("--out", type=Path, default=Path("campaign"), help="a new directory for the runs and the table")
-    parser.add_argument("--list", action="store_true", help="show the faults that would be drawn, and start nothing")
     return parser
 
 
 def _campaign(options: argparse.Namespace) -> int:
-    try:
-        can = runnable(named(all_faults(), options.only))
-    except re.error as error:
-        raise ConfigError(f"--only={options.only}: no regular expression: {error}") from None
-    drawn = draw(can, options.faults, options.seed)
-    if options.list:
-        print("\n".join(fault.name for fault in drawn))
-        return 0
-    if not drawn:
-        raise ConfigError(f"--only={options.only}: no fault that this machine can run has such a name (--list)")
+    drawn = draw(runnable(all_faults()), options.faults, options.seed)
     out = options.out.absolute()
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out={out} holds something already: give a new directory")
-    out.mkdir(parents=True, exist_ok=True)
+    task.make_new(out)
     # As Ctrl-C: what is running is ended first, and small disks are unmounted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = Leader(out, ThisMachine(WarmStart(out), options.seed), options.seed).run(drawn)

@@ -60,7 +60,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-inflight-") as scratch:
         path = Path(scratch)
         prompts = options["prompts"] * options["steps"]
-        lengths = write_workload(path, tail, prompts, options["hidden"], options["layers"])
+        write_workload(path, tail, prompts, options["hidden"], options["layers"])
         (path / "run.toml").write_text(_config(options), encoding="utf-8")
         for number in range(options["repeats"]):
             modes = list(runs) if number % 2 == 0 else list(reversed(runs))
@@ -73,9 +73,6 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
         **{mode: statistics.median(found) for mode, found in rates.items()},
         "ratio": statistics.median(ratios),
         "runs": runs,
-        "longest": max(lengths),
-        "median_length": statistics.median(lengths),
-        "mean_length": statistics.fmean(lengths),
         **{name: options[name] for name in ("prompts", "samples", "engines", "steps", "queue", "stale_percent")},
         "oldest_token": max(row["staleness_max"] for row in runs["inflight"]),  # in updates
         "stale_tokens": statistics.fmean(row["stale_tokens"] for row in runs["inflight"]),
@@ -127,8 +124,6 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
         "tokens_per_s": tokens / seconds,
         "seconds": seconds,
         "tokens": tokens,
-        "rollout_s": sum(row["time/rollout"] for row in rows),
-        "update_s": sum(row["time/update"] for row in rows),
         "staleness_max": max(row.get("staleness_max", 0.0) for row in rows),
         "stale_tokens": statistics.fmean(row.get("stale_tokens", 0.0) for row in rows),
     }
@@ -159,14 +154,12 @@ class LongTail:
         return np.clip(np.rint(drawn), 1, self.longest).astype(np.int64)
 
 
-def write_workload(directory: Path, tail: LongTail, prompts: int, hidden: int, layers: int) -> list[int]:
-    """Write model/, prompts.jsonl and reward.py into `directory`; answer the lengths of the responses."""
-    lengths = [int(length) for length in tail.lengths(prompts, 0)]
-    rows = [{"input": f"w{length - 1}"} for length in lengths]
+def write_workload(directory: Path, tail: LongTail, prompts: int, hidden: int, layers: int) -> None:
+    """Write model/, prompts.jsonl and reward.py into `directory`."""
+    rows = [{"input": f"w{length - 1}"} for length in tail.lengths(prompts, 0)]
     (directory / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (directory / "reward.py").write_text(REWARD, encoding="utf-8")
     make_counting_model(directory / "model", tail.longest, hidden, layers)
-    return lengths
 
 
 def make_counting_model(path: Path, longest: int, hidden: int, layers: int) -> None:

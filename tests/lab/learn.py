@@ -32,8 +32,6 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError, RunError
-from slurm_rlhf.nodes.environment import role_environment
-from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 OURS = "slurm-rlhf"
@@ -145,26 +143,15 @@ def train(config: Config, name: str, directory: Path, seed: int) -> Learned:
             raise
         print(f"{place.root.name} ended early, and counts as far as it went: {summary['error']}")
     rows = [json.loads(line) for line in place.metrics.read_text(encoding="utf-8").splitlines()]
-    layout = RankMap.from_json(json.loads(place.layout.read_text(encoding="utf-8"))["ranks"])
     points = points_of(
         rows, _summary(place)["eval_before"], mine.rollout.batch_size * mine.rollout.n_samples_per_prompt
     )
     print(f"{name}, seed {seed}: {points[0].accuracy:.3f} before, {points[-1].accuracy:.3f} after")
-    used = processes(mine, layout, len(os.sched_getaffinity(0)))
-    return Learned(seed, points, first[0] - began - rows[0]["time/step"], used)
+    return Learned(seed, points, first[0] - began - rows[0]["time/step"])
 
 
 def _summary(place: RunDirectory) -> dict[str, Any]:
     return dict(json.loads(place.summary.read_text(encoding="utf-8")))
-
-
-def processes(config: Config, ranks: RankMap, cpus: int) -> str:
-    """Say how many ranks each role has, and how many threads a rank; `cpus`: of nodes without a number of their own."""
-    given = role_environment(config, ranks, cpus)
-    threads = {role: {int(own["OMP_NUM_THREADS"]) for own in nodes.values()} for role, nodes in given.items()}
-    return ", ".join(
-        f"{role} {count} x {' or '.join(map(str, sorted(threads[role])))}" for role, count in ranks.worlds.items()
-    )
 
 
 def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> list[Point]:
@@ -185,7 +172,7 @@ def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) ->
     task.run_process([sys.executable, learn_peer.__file__, str(spec)], directory / f"peer_{seed}.log")
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     points = [Point(row["step"] * config.train.batch_size, row["seconds"], row["eval"]) for row in rows]
-    return Learned(seed, points, rows[0]["start_up_s"], f"1 x {threads}")
+    return Learned(seed, points, rows[0]["start_up_s"])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ class Learned:
     seed: int
     points: list[Point]  # by samples; the first before training
     start_up_s: float  # from the start of its process to its first step, with the evaluation before
-    processes: str = ""  # how many computed with how many threads each, as in "actor 2 x 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +100,6 @@ def race(ours: Side, peer: Side | None) -> str:
         "start-up, seconds": [side.start_up_s for side in sides],
     }
     lines += [f"{name:>24}" + "".join(f"{value:16.1f}" for value in values) for name, values in rows.items()]
-    if used := [f"{side.name} {side.runs[0].processes}" for side in sides if side.runs[0].processes]:
-        lines.append(f"processes x threads: {', '.join(used)}")
     seeds = ", ".join(str(run.seed) for run in ours.runs)
     return "\n".join([*lines, f"means over seeds {seeds}; seconds of training are without evaluations"])
 

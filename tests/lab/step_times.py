@@ -41,20 +41,20 @@ OF_LARGER = ("--rollout.batch_size=16", "--rollout.n_samples_per_prompt=2", "--t
 
 def main(words: list[str] | None = None) -> int:
     """Run all layouts, and show the table."""
-    parser = task.parser(__doc__, steps=6, layouts=len(LAYOUTS))
+    parser = task.parser(__doc__, steps=6)
     parser.add_argument("input", type=Path, help="the directory of the quickstart's data and model")
     options = parser.parse_args(words)
-    return task.printed(lambda: measure(options.input.absolute(), options.steps, options.layouts), show, options.json)
+    return task.printed(lambda: measure(options.input.absolute(), options.steps), show, options.json)
 
 
-def measure(source: Path, steps: int, layouts: int) -> dict[str, Any]:
-    """Run the first `layouts` with both models. Raises RunError if a run fails."""
+def measure(source: Path, steps: int) -> dict[str, Any]:
+    """Run all layouts with both models. Raises RunError if a run fails."""
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-times-") as scratch:
         models = {"1 M": source / "model", "30 M": larger(Path(scratch, "model"), source / "model")}
         for model, path in models.items():
             more = OF_LARGER if path != source / "model" else ()
-            for name, keys in list(LAYOUTS.items())[:layouts]:
+            for name, keys in LAYOUTS.items():
                 words = [f"--data.prompt_dataset={source / 'train.jsonl'}", f"--actor.model_name_or_path={path}"]
                 words += [f"--train.max_steps={steps}", "--eval.dataset=", *more, *keys]
                 run_dir = Path(scratch, f"{model} {name}".replace(" ", "_").replace(",", ""))

@@ -33,7 +33,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    expected = 2 * int(LongTail(8, 1.0, 64).lengths(18, 0).sum())
+    expected = result["samples"] * int(LongTail(8, 1.0, 64).lengths(18, 0).sum())
     for mode in ("drain", "inflight"):
         (run,) = result["runs"][mode]
         assert run["tokens"] == expected

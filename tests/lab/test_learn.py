@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learn import points_of, prepare
-from learn_curves import Learned, Point, Side, levels, race
+from learn import prepare
 from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from tiny_models import make_tiny
 
@@ -18,53 +17,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
-
-
-def learned(seed: int, seconds_per_step: float, accuracies: list[float]) -> Learned:
-    points = [Point(100 * step, step * seconds_per_step, value) for step, value in enumerate(accuracies)]
-    return Learned(seed, points, start_up_s=10.0 * seed)
-
-
-OURS = Side("ours", [learned(1, 2.0, [0.5, 0.7, 0.8, 0.9, 0.9]), learned(2, 4.0, [0.5, 0.9, 0.8, 0.9, 1.0])])
-PEER = Side("TRL 1.16.0", [learned(1, 6.0, [0.5, 0.6, 0.7, 0.8, 0.8])])
-
-
-def test_a_side_is_the_mean_of_its_seeds() -> None:
-    assert OURS.mean()[1] == Point(100, 3.0, pytest.approx(0.8))
-    assert OURS.accuracy_at(50) == pytest.approx(0.65)
-    assert OURS.accuracy_at(999) == pytest.approx(0.95)
-    assert OURS.start_up_s == 15
-    uneven = Side("ours", [OURS.runs[0], Learned(3, [Point(7, 1.0, 0.5)] * 5, 1.0)])
-    with pytest.raises(ValueError, match="not evaluated after the same samples"):
-        uneven.mean()
-
-
-def test_seconds_to_an_accuracy_are_those_of_its_first_crossing() -> None:
-    """Straight lines between evaluations; a curve that begins there has needed nothing."""
-    assert OURS.seconds_to(0.65) == pytest.approx(1.5)
-    assert OURS.seconds_to(0.95) == pytest.approx(12)
-    assert OURS.seconds_to(0.5) == 0
-    assert OURS.seconds_to(0.96) is None
-    assert PEER.seconds_to(0.8) == pytest.approx(18)
-    assert levels(PEER) == [0.6, 0.7, 0.8]
-    odd = Side("odd", [learned(1, 1.0, [0.5, 0.6, 0.7, 0.8, 0.8527])])
-    assert levels(odd)[-1] == 0.852
-    assert odd.seconds_to(0.852) is not None
-
-
-def test_the_table_has_both_races() -> None:
-    lines = race(OURS, PEER).splitlines()
-    assert lines[1].split() == ["100", "samples", "0.800", "0.600"]
-    reached = next(line for line in lines if line.split()[0] == "0.800")
-    # 3 s against 18, and with a start-up of 15 and 10: 18 against 28
-    assert reached.split() == ["0.800", "3.0", "18.0", "0.17", "18.0", "and", "28.0,", "0.64"]
-    assert "never" in race(PEER, OURS)
-    assert "TRL" not in race(OURS, None)
-
-
-def test_the_curve_of_a_run_leaves_out_its_evaluations() -> None:
-    rows = [{"step": 1, "time/step": 2.0}, {"step": 2, "time/step": 5.0, "time/eval": 2.5, "eval": 0.75}]
-    assert points_of(rows, 0.5, 256) == [Point(0, 0.0, 0.5), Point(512, 4.5, 0.75)]
 
 
 def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +10,8 @@ import fault_campaign
 import learn
 import pytest
 import recipes
+from programs import completed
 from training_runs import workspace
-from waiting import HANG_S
 
 pytestmark = [pytest.mark.full]
 
@@ -25,15 +24,7 @@ TASK = (
 
 def python(directory: Path, *words: str | Path) -> str:
     """What a script prints, started in a directory."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=directory,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = completed([sys.executable, *words], cwd=directory, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from random_models import tiny_tokenizer
-from stage_losses import Answer
 from stage_task import MAX_LEN, Lengths, config_of, rows, tokens, write
 
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -28,11 +26,3 @@ def test_our_stage_reads_as_many_tokens_as_are_counted(kind: str, tmp_path: Path
     counted = lengths[:, 0] if kind == "kto" else lengths.sum(axis=1)  # its other row is for the divergence
     assert counted.tolist() == list(map(tokens, examples))
     assert examples == rows(kind, 40, LENGTHS, seed=3) != rows(kind, 40, LENGTHS, seed=4)
-
-
-def test_gradients_are_compared_by_name_and_relative_to_the_peers() -> None:
-    peer = Answer(1.0, {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([4.0])})
-    ours = Answer(1.0, {"a": torch.tensor([3.0, 1.0]), "b": torch.tensor([4.0])})
-    assert peer.apart(ours) == pytest.approx(1 / 5)
-    with pytest.raises(KeyError, match="b"):
-        peer.apart(Answer(1.0, {"a": ours.gradient["a"]}))

@@ -1,16 +1,10 @@
-"""The fault campaign without its runs: the table of faults, who watches, and what observations mean."""
+"""The fault campaign without its runs: the table of faults, and what observations mean."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from campaign import watch as watching
-from campaign.draw import delay_s, draw
 from campaign.faults import BORNE, STOPS, Fault, all_faults
 from campaign.injection import INJECT, function_of
 from campaign.verdicts import (
@@ -27,7 +21,6 @@ from campaign.verdicts import (
 )
 
 from slurm_rlhf.groups.restarts import RunFailure, refusal
-from slurm_rlhf.run_directory import RunDirectory
 
 KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
 CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)
@@ -159,47 +152,6 @@ def test_of_a_list_of_failures_the_newest_is_this_faults() -> None:
     assert newest_failure(stated).endswith("\n  the run directory is there")
 
 
-# --- watch ------------------------------------------------------------------------------------------------------------
-
-
-class HeldUp:
-    """A session that hangs, says so, and ends as soon as what holds it up is taken away."""
-
-    steps = 0
-
-    def __init__(self, root: Path) -> None:
-        self.directory, self.members, self.shared_memory = RunDirectory(root), set[Any](), set[str]()
-        self.process = SimpleNamespace(poll=lambda: 1 if self.over else None, output=lambda: "")
-        self.undone: list[bool] = []  # for each time: whether the session was over
-
-    @property
-    def over(self) -> bool:
-        return bool(self.undone)
-
-    def look_around(self) -> None:
-        pass
-
-    def events(self, known: int) -> list[str]:
-        return ["hang: reward: nothing moves"]
-
-    def undo(self) -> None:
-        self.undone.append(self.over)
-
-    def kill(self) -> None:
-        pass
-
-
-def test_what_holds_a_run_up_is_taken_away_once_it_was_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "LASTS_S", 0.0)
-    session, seen = HeldUp(tmp_path), Observation()
-    fault = Fault("hang", "reward function", "score", says="reward")
-    watching.watch(session, fault, seen, 0, time.monotonic(), session.undo)  # type: ignore[arg-type]
-    assert session.undone == [False, True]  # the second is to make sure of it
-    assert (seen.error, seen.went_on, seen.exit_code) == ("", False, 1)
-    assert seen.detected_s is not None
-    assert seen.ended_s is not None
-
-
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -208,18 +160,3 @@ LOCAL = [fault for fault in all_faults() if fault.needs != "slurm"]
 
 def test_every_fault_of_this_machine_can_be_done() -> None:
     assert {function_of(fault) for fault in LOCAL} == set(INJECT)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_sixty_cover_every_kind_target_and_phase(seed: int) -> None:
-    drawn = draw(LOCAL, 60, seed)
-    assert len({fault.name for fault in drawn}) == 60
-    for part in ("kind", "target", "phase"):
-        assert {getattr(fault, part) for fault in drawn} == {getattr(fault, part) for fault in LOCAL}
-
-
-def test_a_seed_draws_the_same_faults_at_the_same_moments() -> None:
-    first, again, other = draw(LOCAL, 20, 3), draw(LOCAL, 20, 3), draw(LOCAL, 20, 4)
-    assert first == again != other
-    assert [delay_s(fault, 3, 1.0) for fault in first] == [delay_s(fault, 3, 1.0) for fault in again]
-    assert delay_s(first[0], 3, 1.0) != delay_s(first[0], 4, 1.0)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from programs import completed
 from waiting import HANG_S, until
 
 from slurm_rlhf.cli import preflight
@@ -117,9 +117,7 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 
 @pytest.mark.slow
 def test_the_pairs_of_a_node_after_a_broken_one_are_measured() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BROKEN_PAIR], capture_output=True, text=True, timeout=HANG_S, check=True
-    )
+    done = completed([sys.executable, "-c", BROKEN_PAIR], check=True)
     stated = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each.get("error") for each in stated if each.get("group") == "a - b"] == [None, "Connection closed by peer"]
     assert [each.get("there_s") for each in stated if each.get("group") == "a - c"] == [None, 1.0]

@@ -135,13 +135,6 @@ def test_the_second_acts_when_the_first_does_not(controller: Slurm) -> None:
     assert controller.done == ["scontrol requeue 12"]
 
 
-@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "FAILED", "PREEMPTED"])
-def test_a_job_that_ends_is_left_alone(controller: Slurm, state: str) -> None:
-    controller.says(state)
-    assert controller.successor().settled()
-    assert controller.done == []
-
-
 def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
     """It was stopped for a while, or this node was cut off."""
     controller.says()

@@ -235,15 +235,6 @@ def test_the_result_of_a_cancelled_job_names_the_signal(tmp_path: Path, monkeypa
         signal.signal(signal.SIGTERM, before)
 
 
-def test_submission_imports_no_torch() -> None:
-    code = (
-        "import sys; import slurm_rlhf.nodes.submitit_job, submitit; "
-        "print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_what_cannot_run_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submitit_job, "slurm_executor", lambda config, folder: pytest.fail("it was submitted"))
     with pytest.raises(UserError):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.plan import draw_layout, layout_here, layout_on
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.config.schema import Config
@@ -71,15 +70,6 @@ def test_the_map_names_them_to_people_and_programs() -> None:
     assert "those that sbatch --nodes=3 would get" in draw_layout(config(2), {})
     assert "workers, and no ranks, on 2 more nodes: node2, node3" in draw_layout(config(2), {})
     assert layout_on(config(1), ["a", "b"], [8, 8]).topology.workers == ("b",)
-
-
-def test_plan_shows_them(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("")
-    assert (
-        main(["plan", str(tmp_path / "run.toml"), "--nodes=3", "--gpus_per_node=8", "--reward.workers_num_nodes=1"])
-        == 0
-    )
-    assert "workers, and no ranks, on 1 more node: node3" in capsys.readouterr().out
 
 
 def test_submit_asks_for_them_and_the_job_outlives_one() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import completed
 from waiting import HANG_S
 
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
@@ -113,14 +114,8 @@ for kind in ("rich", "plain", "none"):
     shown.end()
 assert not {"torch", "tensorflow"} & set(sys.modules), sys.modules.keys()
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "events")],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    paths = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = completed([sys.executable, "-c", program, str(tmp_path / "events")], env=paths)
     assert done.returncode == 0, done.stderr
 
 

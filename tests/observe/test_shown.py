@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from programs import on_terminal
 
 from slurm_rlhf.config.schema import Logger
 from slurm_rlhf.observe.live import make_progress
@@ -145,23 +143,9 @@ progress.end()
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_terminal_gets_rows_over_bars(width: int) -> None:
-    mine, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, repr(METRICS)],
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": str(width), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
-    )
-    os.close(theirs)
-    raw = b""
-    while True:
-        try:
-            raw += os.read(mine, 65536)
-        except OSError:  # the other end is closed
-            break
-    os.close(mine)
-    assert process.wait() == 0, raw.decode()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
+    command = [sys.executable, "-c", PROGRAM, repr(METRICS)]
+    raw = on_terminal(command, COLUMNS=str(width), TERM="xterm-256color", PYTHONPATH=str(ROOT))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw)
     assert "run directory runs/x [not/markup], 30 steps" in text
     assert text.count(header(row(1, 9, METRICS, "", width))) == 1
     rows = [text.index(f"    {step}/30   0.512  0.0123 0.750   2210   3.00") for step in (1, 2, 3)]
@@ -171,7 +155,7 @@ def test_a_terminal_gets_rows_over_bars(width: int) -> None:
     assert re.search(r"  100/256 ━[━╸╺]+ 0:00:0\d rollout, \d+k? tokens/s", text)
     assert re.search(r"  128/256 ━[━╸╺]+ 0:00:0\d rollout, \d{4,5} tokens/s", text)
     assert "printed by somebody else" in text
-    assert raw.decode().rindex("\x1b[?25h") > raw.decode().rindex("\x1b[?25l")  # the cursor is back
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")  # the cursor is back
     assert max(len(part) for part in re.split(r"[\r\n]+", text)) <= width
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import write_program
 from recorded_run import sample
 from waiting import HANG_S
 
@@ -238,10 +239,7 @@ def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(
 
 def _program(root: Path, body: str) -> str:
     """Write a program that stands for Python, and ignores what it is asked to run."""
-    path = root / "python"
-    path.write_text(f"#!/bin/bash\ncd {root}\n{body}\n")
-    path.chmod(0o755)
-    return str(path)
+    return str(write_program(root / "python", f"#!/bin/bash\ncd {root}\n{body}\n"))
 
 
 def _gone(pid: int) -> bool:

@@ -17,7 +17,7 @@ from waiting import HANG_S
 from slurm_rlhf.cluster.slurm_environment import expand
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.packing import Block
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap, draw, make_blocks, place
+from slurm_rlhf.placement.rank_map import RankMap, draw, make_blocks, place
 from slurm_rlhf.placement.topology import Node, RoleSize, Topology, numbered_names
 
 
@@ -42,19 +42,6 @@ def test_two_nodes_of_eight_hold_six_actor_and_two_rollout_slots_each() -> None:
     assert rank_map.roles["actor"][1].ranks == (6, 7, 8, 9, 10, 11)
 
 
-def test_every_slot_of_an_engine_knows_its_engine_and_tp_rank() -> None:
-    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 2), engines(3, tp=2)])
-    assert rank_map.roles["rollout"] == [
-        NodeShare("node1", (2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 5), ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)))
-    ]
-    assert rank_map.roles["actor"][0].engines == ()
-    assert [(g.engine, g.gpus, g.ranks) for g in rank_map.tp_groups] == [
-        (0, (2, 3), (0, 1)),
-        (1, (4, 5), (2, 3)),
-        (2, (6, 7), (4, 5)),
-    ]
-
-
 def test_roles_get_nodes_of_their_own_where_there_are_enough() -> None:
     roles = [RoleSize("actor", 16, 8), engines(16, tp=8)]
     rank_map = place(nodes(32, 8), roles)
@@ -68,33 +55,6 @@ def test_engines_are_spread_evenly_over_the_nodes_asked_for() -> None:
     assert sorted(len(share.gpus) for share in shares) == [1, 2, 2]
     shares = place(nodes(4, 8), [RoleSize("actor", 4, 6), engines(5)]).roles["rollout"]
     assert [len(share.gpus) for share in shares] == [2, 2, 1]  # as few nodes as hold them
-
-
-def test_engines_stay_aligned_with_an_odd_actor() -> None:
-    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 3), engines(2, tp=2)])
-    assert where(rank_map, "rollout") == {"node1": (4, 5, 6, 7)}
-    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 1), RoleSize("critic", 1, 1), engines(2, tp=3)])
-    assert where(rank_map, "rollout") == {"node1": (0, 1, 2, 3, 4, 5)}
-    assert (where(rank_map, "actor"), where(rank_map, "critic")) == ({"node1": (6,)}, {"node1": (7,)})
-
-
-def test_colocated_roles_share_their_slots() -> None:
-    roles = [RoleSize(role, 2, 4) for role in ("actor", "reference", "critic", "reward")]
-    pairs = [frozenset(("actor", "reference")), frozenset(("critic", "reward"))]
-    rank_map = place(nodes(2, 8), roles, pairs)
-    assert where(rank_map, "actor") == where(rank_map, "reference")
-    assert where(rank_map, "critic") == where(rank_map, "reward")
-    assert not set(where(rank_map, "actor")["node1"]) & set(where(rank_map, "critic")["node1"])
-    every = [frozenset(("actor", "critic", "reference", "reward")), *pairs]
-    assert place(nodes(2, 4), roles, every).worlds == dict.fromkeys(("actor", "critic", "reference", "reward"), 8)
-
-
-def test_engines_colocated_with_trainers() -> None:
-    roles = [RoleSize("actor", 2, 4), RoleSize("critic", 2, 4), engines(4, tp=2)]
-    rank_map = place(nodes(2, 4), roles, [frozenset(("actor", "critic", "rollout"))])
-    assert where(rank_map, "actor") == where(rank_map, "rollout") == {"node1": (0, 1, 2, 3), "node2": (0, 1, 2, 3)}
-    assert [group.gpus for group in rank_map.tp_groups] == [(0, 1), (2, 3)] * 2
-    assert rank_map.roles["actor"][0].engines == ()
 
 
 def test_colocation_with_a_role_that_does_not_run_is_ignored() -> None:

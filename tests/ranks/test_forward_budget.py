@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from sampled_responses import response
 from steps import make_step
 
 from slurm_rlhf.algorithms.layout import ROWS
@@ -59,20 +60,7 @@ def run(forward: int) -> dict[str, Ranks]:
     roles = {name: Ranks() for name in ("actor", "critic", "reference", "reward")}
     handles = cast("dict[str, RoleHandle[Any]]", roles)
     prompts = [Prompt(i, "", np.arange(4, dtype=np.int32)) for i in range(32)]
-    responses = [
-        Trajectory(
-            prompt=i,
-            sample=0,
-            prompt_ids=prompts[i].token_ids,
-            response_ids=np.arange(5, dtype=np.int32),
-            rollout_logprobs=np.zeros(5, dtype=np.float32),
-            action_mask=np.ones(5, dtype=np.bool_),
-            finish_reason="stop",
-            text="",
-            versions=[],
-        )
-        for i in range(32)
-    ]
+    responses = [response(i, tokens=5, prompt_ids=prompts[i].token_ids) for i in range(32)]
     reward = Scoring(ModelRewards(handles["reward"], config.train.forward_tokens), config.timeout.reward)
     step = make_step(config, handles, reward=reward, kl=KLController(0.01, 0.0, 1))
     experience, metrics = step.collect(Batch(1, prompts, responses, {}, 1.0, {}), 0)

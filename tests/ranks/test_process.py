@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import completed
 from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.processes import PARENT, running
@@ -50,14 +51,8 @@ def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     options = ["--role=critic", f"--run_dir={tmp_path}", "--endpoint=tcp://127.0.0.1:9", "--first_rank=0", "--world=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "slurm_rlhf.ranks.rank_process", *options],
-        env=os.environ | {PARENT: str(gone.pid)},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    command = [sys.executable, "-m", "slurm_rlhf.ranks.rank_process", *options]
+    done = completed(command, env=os.environ | {PARENT: str(gone.pid)})
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import response
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine.engine import Status
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.worker import RankInfo
-from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
+from slurm_rlhf.records import LENGTH, Sampling, SyncReport, Trajectory, VersionSpan
 from slurm_rlhf.wire.calls import Asked, GenerateBatch, PackedPrompts
 from slurm_rlhf.wire.codec import decode, encode
 from slurm_rlhf.wire.messages import Request
@@ -94,18 +95,7 @@ def _trajectory(key: str, versions: list[int]) -> Trajectory:
         for i, version in enumerate(versions)
         if versions.index(version) == i
     ]
-    return Trajectory(
-        prompt=7,
-        sample=int(key),
-        prompt_ids=np.array([1], dtype=np.int32),
-        response_ids=np.arange(3, dtype=np.int32),
-        rollout_logprobs=np.zeros(3, dtype=np.float32),
-        action_mask=np.ones(3, dtype=bool),
-        finish_reason="length",
-        text="",
-        versions=spans,
-        key=key,
-    )
+    return response(7, "", int(key), tokens=3, finish_reason=LENGTH, versions=spans, key=key)
 
 
 def make_role(mode: str, broken: int = 0) -> EngineLeader:

@@ -54,6 +54,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDirectory]:
     ]
 
 
+@pytest.fixture
+def opened(browser: Page, runs: list[RunDirectory]) -> Iterator[Page]:
+    """The page of the first run, of whose console nothing is heard; a dialog would be a complaint, too."""
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    yield browser
+    assert browser.complaints == []
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", WIDTHS, ids=lambda size: str(size[0]))
 def test_every_plot_has_marks_and_the_console_is_silent(
@@ -75,45 +84,35 @@ def test_every_plot_has_marks_and_the_console_is_silent(
     assert (light < 0.1) == dark
 
 
-def test_the_page_follows_its_width(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
+def test_the_page_follows_its_width(opened: Page) -> None:
     wide = "Math.max(...[...document.querySelectorAll('[data-plot] svg')].map(p => p.viewBox.baseVal.width))"
-    assert browser.value(wide) > 600
-    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
-    frames = (
-        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
-    )
-    browser.value(frames)
-    assert browser.value(wide) <= 400
-    assert browser.value(OVERFLOW) <= 0
-    assert browser.value(BARE) == []
+    assert opened.value(wide) > 600
+    opened.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    opened.value(FRAME)
+    opened.value(FRAME)
+    assert opened.value(wide) <= 400
+    assert opened.value(OVERFLOW) <= 0
+    assert opened.value(BARE) == []
 
 
-def test_a_response_that_holds_html_is_shown_as_it_is(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
+def test_a_response_that_holds_html_is_shown_as_it_is(opened: Page) -> None:
     search = "document.querySelector('#samples input')"
-    browser.value(f"{search}.value = 'ONERROR', {search}.dispatchEvent(new Event('input')), 0")
-    shown = browser.value("[...document.querySelectorAll('#sample-list pre.response')].map(p => p.textContent)")
+    opened.value(f"{search}.value = 'ONERROR', {search}.dispatchEvent(new Event('input')), 0")
+    shown = opened.value("[...document.querySelectorAll('#sample-list pre.response')].map(p => p.textContent)")
     assert shown == [SPITE]
-    assert browser.value("document.querySelector('#sample-list mark').textContent") == "onerror"
-    assert browser.value("document.querySelectorAll('img, #sample-list b').length") == 0
-    assert browser.value("document.scripts.length") == 2
-    assert browser.complaints == []  # a dialog would be one
+    assert opened.value("document.querySelector('#sample-list mark').textContent") == "onerror"
+    assert opened.value("document.querySelectorAll('img, #sample-list b').length") == 0
+    assert opened.value("document.scripts.length") == 2
 
 
-def test_failed_prompts_of_an_evaluation_are_shown(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
-    titles = browser.value("[...document.querySelectorAll('#evaluation > .card > h3')].map(h => h.textContent)")
+def test_failed_prompts_of_an_evaluation_are_shown(opened: Page) -> None:
+    titles = opened.value("[...document.querySelectorAll('#evaluation > .card > h3')].map(h => h.textContent)")
     assert titles == ["step 30", "mine"]
-    cells = browser.value("[...document.querySelectorAll('#evaluation tbody tr')[0].cells].map(c => c.textContent)")
+    cells = opened.value("[...document.querySelectorAll('#evaluation tbody tr')[0].cells].map(c => c.textContent)")
     assert cells[:3] == ["sums", "12", "2 t=0.7"]
     assert cells[3].startswith("0.6667 [")
-    failures = browser.value("[...document.querySelectorAll('#evaluation pre.response')].map(p => p.textContent)")
+    failures = opened.value("[...document.querySelectorAll('#evaluation pre.response')].map(p => p.textContent)")
     assert failures == [SPITE] * 8
-    assert browser.complaints == []
 
 
 def test_a_stage_shows_its_losses_and_nothing_of_engines(browser: Page, tmp_path: Path) -> None:
@@ -133,23 +132,19 @@ def test_a_stage_shows_its_losses_and_nothing_of_engines(browser: Page, tmp_path
     assert browser.complaints == []
 
 
-def test_tokens_are_coloured_by_their_log_probs(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
+def test_tokens_are_coloured_by_their_log_probs(opened: Page) -> None:
     coloured = "[...document.querySelectorAll('#sample-list .token')].filter(t => t.style.background).length"
-    assert browser.value(coloured) > 20
+    assert opened.value(coloured) > 20
     chooser = "document.querySelectorAll('#samples select')[1]"
-    browser.value(f"{chooser}.value = 'no colour', {chooser}.dispatchEvent(new Event('input')), 0")
-    assert browser.value(coloured) == 0
+    opened.value(f"{chooser}.value = 'no colour', {chooser}.dispatchEvent(new Event('input')), 0")
+    assert opened.value(coloured) == 0
 
 
-def test_stops_and_requeues_stand_on_the_time_axis_and_in_the_curves(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
+def test_stops_and_requeues_stand_on_the_time_axis_and_in_the_curves(opened: Page) -> None:
     for kind in ("start", "stop", "requeue", "resume", "warning", "checkpoint", "finish"):
-        assert browser.value(f"document.querySelectorAll('#history svg [data-event={kind}]').length") == 1
-    assert browser.value("document.querySelectorAll('#history svg rect.mark').length") == 2  # sessions
-    assert browser.value("document.querySelector('[data-plot=Reward] svg').querySelectorAll('.event').length") == 4
+        assert opened.value(f"document.querySelectorAll('#history svg [data-event={kind}]').length") == 1
+    assert opened.value("document.querySelectorAll('#history svg rect.mark').length") == 2  # sessions
+    assert opened.value("document.querySelector('[data-plot=Reward] svg').querySelectorAll('.event').length") == 4
 
 
 def test_several_runs_share_plots_and_show_where_they_differ(
@@ -190,15 +185,13 @@ def choose(browser: Page, control: str, value: object, event: str) -> None:
     browser.value(FRAME)
 
 
-def test_curves_are_smoothed_over_steps_tokens_or_time(browser: Page, runs: list[RunDirectory]) -> None:
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
+def test_curves_are_smoothed_over_steps_tokens_or_time(opened: Page) -> None:
     line, marks = LINES.format("Entropy"), MARKS.format("Entropy")
-    (raw,) = browser.value(line)
-    over_steps = browser.value(marks)
+    (raw,) = opened.value(line)
+    over_steps = opened.value(marks)
     assert over_steps[-1] == "30"
-    choose(browser, "document.querySelector('#view input')", 0.9, "input")
-    thin, soft = browser.value(line)
+    choose(opened, "document.querySelector('#view input')", 0.9, "input")
+    thin, soft = opened.value(line)
     assert thin == raw  # what was measured stays behind the smoothed line
 
     def detour(line: str) -> float:
@@ -206,16 +199,15 @@ def test_curves_are_smoothed_over_steps_tokens_or_time(browser: Page, runs: list
         return sum(abs(one - other) for one, other in pairwise(heights)) - abs(heights[-1] - heights[0])
 
     assert detour(soft) < detour(raw) / 4
-    choose(browser, "document.querySelector('#view input')", 0, "input")
+    choose(opened, "document.querySelector('#view input')", 0, "input")
     axis = "document.querySelector('#view select')"
-    choose(browser, axis, "tokens", "change")
-    assert browser.value(marks)[-1].endswith("M")  # 30 steps of 60,000 tokens
-    assert browser.value(line) != [raw]
-    choose(browser, axis, "seconds", "change")
-    assert browser.value(marks)[-1].endswith("min")  # 30 steps of 9 s
-    choose(browser, axis, "steps", "change")
-    assert browser.value(line) == [raw]
-    assert browser.complaints == []
+    choose(opened, axis, "tokens", "change")
+    assert opened.value(marks)[-1].endswith("M")  # 30 steps of 60,000 tokens
+    assert opened.value(line) != [raw]
+    choose(opened, axis, "seconds", "change")
+    assert opened.value(marks)[-1].endswith("min")  # 30 steps of 9 s
+    choose(opened, axis, "steps", "change")
+    assert opened.value(line) == [raw]
 
 
 def test_a_part_of_the_curves_is_zoomed_to(browser: Page, runs: list[RunDirectory]) -> None:
@@ -251,17 +243,15 @@ def test_a_part_of_the_curves_is_zoomed_to(browser: Page, runs: list[RunDirector
     assert browser.complaints == []
 
 
-def test_a_line_is_drawn_once_and_rewards_have_bands(browser: Page, runs: list[RunDirectory]) -> None:
+def test_a_line_is_drawn_once_and_rewards_have_bands(opened: Page) -> None:
     """The mean over one data set is that of the set, and rewards may be the scores: one line, with both names."""
-    assert main(["report", str(runs[0].root)]) == 0
-    browser.open(runs[0].report, 1280, 800, False)
     for plot, areas in (("Reward", 2), ("Evaluation", 0)):
-        assert len(browser.value(LINES.format(plot))) == 1
-        assert browser.value(KEYS.format(plot)) == []
-        assert browser.value(f"document.querySelectorAll('[data-plot={plot}] path.area').length") == areas
+        assert len(opened.value(LINES.format(plot))) == 1
+        assert opened.value(KEYS.format(plot)) == []
+        assert opened.value(f"document.querySelectorAll('[data-plot={plot}] path.area').length") == areas
     about = "document.querySelector('[data-plot=Evaluation]').parentNode.querySelector('figcaption').title"
-    assert browser.value(about) == "eval, eval/sums/mean"
-    more = browser.value("document.querySelector('#curves details summary').textContent")
+    assert opened.value(about) == "eval, eval/sums/mean"
+    more = opened.value("document.querySelector('#curves details summary').textContent")
     assert more == "4 more metrics"  # response_tokens, correction/ess, two of the sync; not what the bands are made of
 
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import numpy as np
 import pytest
+from sampled_responses import sampled
 from waiting import HANG_S, until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError, WorkerError
 from slurm_rlhf.polling import in_thread
-from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.rewards.pooled import CalledRewards
 from slurm_rlhf.rewards.scored import Rewards, Scoring, parse_answer
@@ -37,17 +36,9 @@ class Held(CalledRewards):
         return parse_answer(answer, count, "the function")
 
 
-def responses(*texts: str) -> tuple[list[Prompt], list[Trajectory]]:
-    """Two to each prompt."""
-    ids = np.array([1], np.int32)
-    rest = ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop"
-    owners = [prompt for n in range(len(texts) // 2) for prompt in [Prompt(n, f"p{n}", ids)] * 2]
-    return owners, [Trajectory(p.index, 0, *rest, text, []) for p, text in zip(owners, texts, strict=True)]
-
-
 def test_responses_of_all_groups_that_are_late_are_asked_again_before_one_is_answered() -> None:
     source = Held()
-    found = in_thread(lambda: source(*responses("a", "b", "c", "d")), "reward")
+    found = in_thread(lambda: source(*sampled("abcd", 2)), "reward")
     until(lambda: len(source.begun) == 2)
     for number in (1, 0):  # the second one first: the first one holds nobody up
         source.begun[number][1].set_exception(WorkerError(LATE, "it is late"))
@@ -61,14 +52,14 @@ def test_responses_of_all_groups_that_are_late_are_asked_again_before_one_is_ans
 def test_each_group_of_a_call_gets_its_own_rewards_or_its_error() -> None:
     source = Held()
     scoring = Scoring(source, HANG_S)
-    parts = scoring.begin_each(*responses("a", "b", "c", "d"), 1, 2)
+    parts = scoring.begin_each(*sampled("abcd", 2), 1, 2)
     until(lambda: len(source.begun) == 2)
     for number, (_, call) in enumerate(source.begun):
         call.set_result([number, number + 10])
     assert [part.result(HANG_S).rewards.tolist() for part in parts] == [[0, 10], [1, 11]]
     assert scoring.wait(parts[::-1], count=4, step=1).rewards.tolist() == [1, 11, 0, 10]
     source.begun.clear()
-    again = scoring.begin_each(*responses("a", "b", "c", "d"), 2, 2)
+    again = scoring.begin_each(*sampled("abcd", 2), 2, 2)
     until(lambda: len(source.begun) == 2)
     source.begun[0][1].set_exception(RewardError("no worker is left"))
     with pytest.raises(RewardError, match="no worker is left"):

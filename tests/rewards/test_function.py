@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loaded_packages import packages_loaded
+from sampled_responses import IDS, response
 
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError, RewardError
@@ -22,13 +23,8 @@ from slurm_rlhf.wire.codec import decode, encode
 
 
 def batch(count: int = 2) -> tuple[list[Prompt], list[Trajectory]]:
-    ids = np.array([1], dtype=np.int32)
-    prompts = [Prompt(i, f"{i}+{i}=", ids, label=str(2 * i), row={"level": i}) for i in range(count)]
-    trajectories = [
-        Trajectory(i, 0, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop", f"<{i}>", [])
-        for i in range(count)
-    ]
-    return prompts, trajectories
+    prompts = [Prompt(i, f"{i}+{i}=", IDS, label=str(2 * i), row={"level": i}) for i in range(count)]
+    return prompts, [response(i, f"<{i}>") for i in range(count)]
 
 
 def load(tmp_path: Path, body: str, name: str = "reward.py") -> RewardFunction:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import sampled
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError
-from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards import function
 from slurm_rlhf.rewards.function import register_reward
 from slurm_rlhf.rewards.scored import Rewards, Scoring
@@ -41,15 +41,6 @@ def reward_func(responses, labels):
     return answers
 """
 Run = Callable[..., Rewards]
-
-
-def sampled(responses: list[str], per_prompt: int) -> tuple[list[Prompt], list[Trajectory]]:
-    ids = np.array([1], dtype=np.int32)
-    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
-    prompts = [Prompt(n, f"p{n}", ids, row={"input": f"p{n}"}) for n in range(len(responses) // per_prompt)]
-    owners = [prompt for prompt in prompts for _ in range(per_prompt)]
-    found = [Trajectory(p.index, 0, *rest, text, []) for p, text in zip(owners, responses, strict=True)]
-    return owners, found
 
 
 @pytest.fixture

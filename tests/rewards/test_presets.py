@@ -8,40 +8,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sampled_responses import item
 
 from slurm_rlhf.config.reward_sources import preset
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.rewards.items import Item, answered
+from slurm_rlhf.rewards.items import Item
 from slurm_rlhf.rewards.presets import Preset
 from slurm_rlhf.wire.timeouts import MATH_S
-
-
-def item(response: str, label: Any = "4", tokens: int = 1) -> Item:
-    return Item(
-        prompt="2+2=",
-        messages=None,
-        response=response,
-        dialogue=answered(response),
-        prompt_ids=[],
-        response_ids=[0] * tokens,
-        label=label,
-        row={},
-        finish_reason="stop",
-        version=0,
-        turns=1,
-    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "given", "reward"),
     [
-        ("exact", "", item(" 4\n"), 1),
-        ("exact", "", item("44"), 0),
+        ("exact", "", item(" 4\n", "4"), 1),
+        ("exact", "", item("44", "4"), 0),
         ("exact", "", item("4", 4), 1),
-        ("regex", r"answer: (\S+)", item("answer: 3, no, answer: 4"), 1),
-        ("regex", r"answer: (\S+)", item("answer: 4, no, answer: 3"), 0),
-        ("regex", r"answer: (\S+)", item("4"), 0),
+        ("regex", r"answer: (\S+)", item("answer: 3, no, answer: 4", "4"), 1),
+        ("regex", r"answer: (\S+)", item("answer: 4, no, answer: 3", "4"), 0),
+        ("regex", r"answer: (\S+)", item("4", "4"), 0),
         ("regex", r"<think>.*</think>", item("<think>x</think>"), 1),
         ("regex", r"<think>.*</think>", item("x"), 0),
         ("length", "10", item("", tokens=10), 1),
@@ -71,7 +56,7 @@ def test_mathematics_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
         return bool(gold == target)
 
     monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=read, verify=verify))
-    assert Preset("math", "").answer([item("4"), item("5")], 1)["rewards"] == [1, 0]
+    assert Preset("math", "").answer([item("4", "4"), item("5", "4")], 1)["rewards"] == [1, 0]
 
 
 @pytest.mark.parametrize(

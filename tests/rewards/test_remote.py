@@ -15,15 +15,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from sampled_responses import sampled
 from waiting import HANG_S, scaled, until
 from worker_pools import listening
 
 from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
-from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.pooled import RemoteRewards, RewardServer
 from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
@@ -136,13 +135,6 @@ def healths(*servers: str, token: str = "") -> list[Health]:
     return health_of(config)
 
 
-def sampled(*responses: str) -> tuple[list[Prompt], list[Trajectory]]:
-    ids = np.array([1], dtype=np.int32)
-    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
-    prompts = [Prompt(n, f"p{n}", ids, label="7", row={"input": f"p{n}"}) for n in range(len(responses))]
-    return prompts, [Trajectory(p.index, 0, *rest, text, []) for p, text in zip(prompts, responses, strict=True)]
-
-
 TEXTS = ["x" * n for n in range(40)]
 
 
@@ -164,7 +156,7 @@ def test_each_server_is_tried_once_before_the_first_pause(monkeypatch: pytest.Mo
 
 def test_the_request_is_openrlhfs_with_all_fields_with() -> None:
     with served() as server, client(url(server)) as (source, _):
-        assert source(*sampled("abc"), 5).rewards.tolist() == [3]
+        assert source(*sampled(["abc"], label="7"), 5).rewards.tolist() == [3]
         (body, headers) = server.seen[0]
     assert (body["query"], body["prompts"], body["labels"], body["step"]) == (["p0abc"], ["p0"], ["7"], 5)
     assert body["items"][0]["row"] == {"input": "p0"}
@@ -176,7 +168,7 @@ def test_what_passes_is_asked_again_and_every_reward_is_right(fault: str) -> Non
     with served(*[FAULTS[fault]] * 10) as server:
         limit = scaled(1.0) if fault == "slow" else HANG_S
         with client(url(server), timeout_s=limit) as (source, _):
-            assert source(*sampled(*TEXTS)).rewards.tolist() == list(range(40))
+            assert source(*sampled(TEXTS)).rewards.tolist() == list(range(40))
         assert len(server.seen) >= 50
 
 
@@ -214,7 +206,7 @@ def test_of_two_servers_the_one_that_is_there_answers() -> None:
     with served() as gone:
         pass
     with served() as server, client(url(gone), url(server)) as (source, notes):
-        assert source(*sampled(*TEXTS)).rewards.tolist() == list(range(40))
+        assert source(*sampled(TEXTS)).rewards.tolist() == list(range(40))
         assert {one.url: bool(one.away) for one in healths(url(gone), url(server))} == {
             url(gone): True,
             url(server): False,
@@ -226,7 +218,7 @@ def test_a_server_that_is_down_pauses_and_its_return_goes_on() -> None:
     with served() as gone:
         port = gone.server_address[1]
     with client(f"http://127.0.0.1:{port}") as (source, notes), ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(source, *sampled(*TEXTS))
+        asked = threads.submit(source, *sampled(TEXTS))
         until(lambda: notes)
         assert notes[0].startswith(f"warning: the run waits for a server: http://127.0.0.1:{port}: ConnectError")
         assert not asked.done()
@@ -255,7 +247,7 @@ def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
     def one(request: Any, body: dict[str, Any]) -> None:
         (answer if "bad" in "".join(body["query"]) else good)(request, body)
 
-    prompts, trajectories = sampled("a", "bad", "ccc")
+    prompts, trajectories = sampled(["a", "bad", "ccc"])
     with served(*[one] * 9) as server, client(url(server), on_error="skip") as (source, _):
         found = source([prompts[0]] * 2 + [prompts[2]], trajectories)
         asked = sorted((len(body["query"]), body["timeout_s"] / HANG_S) for body, _ in server.seen)
@@ -274,7 +266,7 @@ def test_a_server_that_is_at_fault_is_not_asked_before_the_time_that_it_names(
     with served(*[lambda request, body: say(request, status, b"", Retry_After=later)] * 2) as server:
         with client(url(server)) as (source, _):
             monkeypatch.setattr(source.servers, "_pause", pauses.append)
-            assert source(*sampled("abc")).rewards.tolist() == [3]
+            assert source(*sampled(["abc"])).rewards.tolist() == [3]
     assert all(1 < pause <= 3 for pause in pauses)
     assert len(pauses) == 2
     assert [_seconds(header) for header in ("120", "0.5", "-1", "", "soon", "nan")] == [120, 0.5, 0, 0, 0, 0]
@@ -310,7 +302,7 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
 
     with own_server(tmp_path, "s3cret") as server:
         with client(url(server), token="env:REWARD_SECRET") as (source, _):
-            assert source(*sampled("1", "2", "3")).rewards.tolist() == [7, 14, 21]
+            assert source(*sampled("123", label="7")).rewards.tolist() == [7, 14, 21]
             (health,) = healths(url(server), token="env:REWARD_SECRET")
             assert (health.serves, health.away) == (str(tmp_path / "reward.py"), "")
             with pytest.raises(
@@ -318,7 +310,7 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
             ):
                 source(*sampled("x"))
         with client(url(server)) as (source, _), pytest.raises(RewardError, match="status 401"):
-            source(*sampled("1"))
+            source(*sampled("1", label="7"))
         body = {"query": ["p5"], "prompts": ["p"], "labels": ["2"]}
         headers = {"Authorization": "Bearer s3cret"}
         answered = httpx.post(url(server) + "/get_reward", json=body, headers=headers, timeout=HANG_S)

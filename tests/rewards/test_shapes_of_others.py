@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
+from sampled_responses import IDS, response
 
 from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.environments.kinds import Instances
 from slurm_rlhf.environments.records import Answer, Begun, Start, ToolCall, Turn
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.records import Prompt
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.items import items_of
 from slurm_rlhf.rewards.presets import Preset
@@ -101,13 +101,8 @@ EXPECTED = {
 def test_reward_functions(tmp_path: Path, name: str) -> None:
     (tmp_path / "reward.py").write_text({**TRL, **TRL_CHATS, **OPENRLHF}[name])
     rows = CHATS if name in TRL_CHATS else ROWS
-    ids = np.array([1], dtype=np.int32)
-    prompts = [Prompt(n, ROWS[n]["input"], ids, row["label"], row) for n, row in enumerate(rows)]
-    found = []
-    for prompt, text, count in zip(prompts, RESPONSES, (3, 1), strict=True):
-        tokens = np.arange(count, dtype=np.int32)
-        floats, mask = np.zeros(count, dtype=np.float32), np.ones(count, dtype=np.bool_)
-        found.append(Trajectory(prompt.index, 0, ids, tokens, floats, mask, "stop", text, []))
+    prompts = [Prompt(n, ROWS[n]["input"], IDS, row["label"], row) for n, row in enumerate(rows)]
+    found = [response(n, text, tokens=count) for n, text, count in zip((0, 1), RESPONSES, (3, 1), strict=True)]
     answer = RewardFunction.load(str(tmp_path / "reward.py"))(prompts, found, 6)
     skipped = [False] * 2 if answer.skipped is None else answer.skipped.tolist()
     values = [None if out else value for out, value in zip(skipped, answer.rewards.tolist(), strict=True)]
@@ -138,9 +133,8 @@ def reward_func({taken}, **kwargs):
 )
 def test_a_function_knows_which_words_the_policy_wrote(tmp_path: Path, taken: str, label: str, result: str) -> None:
     (tmp_path / "reward.py").write_text(CALLED.format(taken=taken, label=label, result=result))
-    ids, floats, mask = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.bool_)
-    prompt = Prompt(0, "2+2=", ids, "4", ROWS[0])
-    found = Trajectory(0, 0, ids, ids, floats, mask, "stop", "<call>43", [], turns=2, dialogue=json.dumps(EPISODE))
+    prompt = Prompt(0, "2+2=", IDS, "4", ROWS[0])
+    found = response(0, "<call>43", turns=2, dialogue=json.dumps(EPISODE))
     assert RewardFunction.load(str(tmp_path / "reward.py"))([prompt], [found]).rewards.tolist() == [0]
     exact = Preset("exact", "").answer(items_of([prompt], [found]), 1)["rewards"]
     assert exact == Preset("regex", "4").answer(items_of([prompt], [found]), 1)["rewards"] == [0]

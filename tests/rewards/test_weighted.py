@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import IDS, response
 
 from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.load import load_config
@@ -14,7 +15,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.records import LOST, STOP, Prompt, Trajectory
+from slurm_rlhf.records import LOST, STOP, Prompt
 from slurm_rlhf.rewards.scored import Rewards, episode_rewards
 from slurm_rlhf.rewards.sources import close_source, weighted
 from slurm_rlhf.rewards.sources import reward_source as made_source
@@ -48,16 +49,15 @@ def test_scores_logs_and_failures_are_kept() -> None:
 
 
 def test_an_environment_counts_with_another_source_and_its_lost_episodes_are_skipped() -> None:
-    config, ids = Config(), np.array([1], dtype=np.int32)
+    config = Config()
     config.env.path, config.reward.preset = "game.py", "exact"
     assert list(reward_source(config)) == ["env.path: no such file: game.py"]
     source = made_source(config)
     try:
         prompts, found = [], []
         for number, (text, reason, reward) in enumerate((("7", STOP, 0.5), ("8", STOP, 0.5), ("7", LOST, 0.0))):
-            floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
-            prompts.append(Prompt(number, "p", ids, "7", {"input": "p"}))
-            found.append(Trajectory(number, 0, ids, ids, floats, mask, reason, text, [], reward=reward))
+            prompts.append(Prompt(number, "p", IDS, "7", {"input": "p"}))
+            found.append(response(number, text, finish_reason=reason, reward=reward))
         assert source is not None
         answer = source(prompts, found, 1)
     finally:

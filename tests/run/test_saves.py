@@ -105,11 +105,16 @@ def train(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     actor.state = checkpoints.state.step
 
 
+def begin_save(checkpoints: RunCheckpoints, actor: Trainer) -> None:
+    """Train a step, and go on while it is written."""
+    train(checkpoints, actor)
+    checkpoints.save(async_save=True)
+
+
 def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
     checkpoints: RunCheckpoints, actor: Trainer, stated: list[tuple[int, float, float]]
 ) -> None:
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     train(checkpoints, actor)
     checkpoints.poll()
     assert checkpoints.directory.latest() is None  # a kill now finds what was there before
@@ -127,10 +132,8 @@ def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
 
 
 def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: RunCheckpoints, actor: Trainer) -> None:
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
+    begin_save(checkpoints, actor)
     assert checkpoints.directory.latest() == checkpoints.directory.of(1)
     assert "time/checkpoint_wait" in checkpoints.step.phases.take()
     checkpoints.save_once()
@@ -144,12 +147,10 @@ def test_the_next_one_waits_for_it_and_so_do_a_stop_and_the_end(checkpoints: Run
 
 def test_a_full_disk_ends_the_run_as_it_does_when_it_waits(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     actor.free.set()
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     checkpoints.finish()
     actor.error = OSError(errno.ENOSPC, "No space left on device")
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     good = checkpoints.directory.of(1)
     with pytest.raises(CheckpointError, match=f"checkpoint 2 could not be written.*No space left.*{good}"):
         until(checkpoints.poll)
@@ -161,8 +162,7 @@ def test_a_full_disk_ends_the_run_as_it_does_when_it_waits(checkpoints: RunCheck
 
 
 def test_a_run_that_fails_keeps_what_was_being_written(checkpoints: RunCheckpoints, actor: Trainer) -> None:
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     checkpoints.abandon(0.01)  # nobody writes: it does not wait for ever
     assert checkpoints.directory.latest() is None
     threading.Timer(0.05, actor.free.set).start()
@@ -172,12 +172,10 @@ def test_a_run_that_fails_keeps_what_was_being_written(checkpoints: RunCheckpoin
 
 def test_a_trainer_that_dies_while_it_writes_leaves_the_one_before(checkpoints: RunCheckpoints, actor: Trainer) -> None:
     actor.free.set()
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     checkpoints.finish()
     actor.error = RoleDied("actor rank 0 is lost")
-    train(checkpoints, actor)
-    checkpoints.save(async_save=True)
+    begin_save(checkpoints, actor)
     checkpoints.abandon(20.0)  # what ended the run counts
     assert checkpoints.directory.latest() == checkpoints.directory.of(1)
 

@@ -31,7 +31,6 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
         run.wait_for_step(1)
         os.kill(run.process.pid, signal.SIGUSR1)  # mpirun passes it on
         code, output = run.wait()
-        run.assert_gone()
     assert code == 0, output
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
@@ -39,7 +38,6 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
         run.wait_for_step(saved["steps"] + 1)
         os.kill(run.worker("actor"), signal.SIGKILL)
         code, output = run.wait()
-        run.assert_gone()
     assert "resuming from" in output
     assert code == 1, output
     assert "error: role actor died: its process group on" in output

@@ -13,7 +13,7 @@ import torch
 from patched_ranks import Call, calls, noted
 from sums_task import SPREAD
 from tiny_models import make_reward
-from training_runs import COMMAND, Run, finished, metrics, saved, summary, timeless, train, workspace
+from training_runs import COMMAND, finished, metrics, saved, summary, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -40,9 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in ALIKE)) for name in RECIPES])
 def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
     files = [str(SBATCH / "recipes" / f"{name}.toml"), str(SBATCH / "quickstart.toml")]
-    run = Run(config, tmp_path / "run", *SMALL, *MORE.get(name, ()), command=[*COMMAND, *files], warm=True)
-    code, output = run.wait()
-    assert code == 0, output
+    output = finished(config, tmp_path / "run", *SMALL, *MORE.get(name, ()), command=[*COMMAND, *files])
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:

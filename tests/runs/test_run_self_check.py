@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 from kit_gpus import visible
 from patched_ranks import patched_engines
+from programs import completed
 from random_models import make_model
 from safetensors import safe_open
-from training_runs import finished, metrics, started, workspace
-from waiting import HANG_S
+from training_runs import finished, metrics, train, workspace
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.docs.pages import page
@@ -51,10 +50,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
     with patched_engines(path / "patch", COLDER):
         overrides = ("--algo.kl.init_coef=0", "--train.max_steps=1")
-        with started(config, path / "run", *overrides, warm=True) as run:
-            code, output = run.wait()
-            run.assert_gone()
-    return path / "run", code, output
+        return path / "run", *train(config, path / "run", *overrides, warm=True)
 
 
 def test_one_error_names_the_check_the_figure_and_what_to_change(stopped: tuple[Path, int, str]) -> None:
@@ -94,10 +90,7 @@ def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None
         f"--actor.model_name_or_path={tmp_path / 'opt'}",
         ("--train.batch_size=32", "--train.max_epochs=1"),
     )
-    with started(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2", warm=True) as run:
-        code, output = run.wait()
-        run.assert_gone()
-    assert code == 0, output
+    finished(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2")
     for row in metrics(tmp_path / "run"):
         assert row["ratio"] == pytest.approx(1.0, abs=1e-6)
         assert row["clip_fraction"] == 0.0
@@ -155,16 +148,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("plugin")
     workspace(folder)
     (folder / "my_algorithm.py").write_text(plugin)
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=script + AGAIN,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible()},
-        timeout=HANG_S,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible()}
+    done = completed([sys.executable, "-"], input=script + AGAIN, cwd=folder, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 

@@ -92,7 +92,6 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     code, output = late.wait()
     assert code == 130, output
     assert "Traceback" not in output
-    late.assert_gone()
     root = place / f"slurm_rlhf.{os.getuid()}"
     assert set(place.rglob("*")) == {root, root / ".lock"}
 

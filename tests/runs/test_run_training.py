@@ -180,7 +180,6 @@ def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
             assert (tmp_path / when).exists()
             holds.let_go("reward-hang")
         code, output = run.wait()
-        run.assert_gone()
     assert code == 0, output
     assert timeless(metrics(tmp_path / "run")) == timeless(metrics(whole[0]))
     killed = r"rank 1 of engine 1 on \S+ \(pid \d+\) was killed by SIGKILL"
@@ -210,7 +209,6 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
         run.wait_for_step(1)
         run.process.terminate()
         code, output = run.wait()
-        run.assert_gone()
     assert code == 143
     assert "self-check" not in output
     saved = json.loads((run_dir / "summary.json").read_text())

@@ -15,7 +15,7 @@ import pytest
 from checkout import MADE_HERE, ROOT, without_network
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from programs import write_program
+from programs import completed, write_program
 from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
@@ -24,15 +24,7 @@ pytestmark = pytest.mark.slow
 def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """With nothing of this process's environment but PATH, and a home directory that is not there."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PIP_CONFIG_FILE": os.devnull} | variables
-    return subprocess.run(
-        [*prefix, "bash", str(script), *args],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    return completed([*prefix, "bash", str(script), *args], env=environment, stdin=subprocess.DEVNULL)
 
 
 @pytest.fixture(autouse=True)
@@ -197,9 +189,7 @@ def test_aarch64_has_the_gpu_environment_alone(checkout: Path, stub: str, aarch6
 
 
 def test_an_old_c_library_is_named_before_anything_is_made(checkout: Path, stub: str, aarch64: str) -> None:
-    getconf = Path(aarch64.partition(":")[0]) / "getconf"
-    getconf.write_text("#!/bin/sh\necho glibc 2.28\n")
-    getconf.chmod(0o755)
+    write_program(Path(aarch64.partition(":")[0]) / "getconf", "#!/bin/sh\necho glibc 2.28\n")
     refused = run(checkout / "sbatch" / "environment.sh", "--gpu", SLURM_RLHF_PYTHON=stub, PATH=aarch64)
     assert refused.returncode == 1
     assert "needs glibc 2.34 or newer on aarch64, and here is glibc 2.28: use a container" in refused.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
+from programs import completed
 from waiting import HANG_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -31,22 +32,11 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict[str, Any]]:
     """Do STEPS steps; answer what was printed, and the summary."""
-    done = subprocess.run(
-        [
-            *prefix,
-            "bash",
-            str(ROOT / "sbatch/quickstart.sh"),
-            *words,
-            f"--run_dir={run_dir}",
-            f"--train.max_steps={STEPS}",
-        ],
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=2.5 * HANG_S,  # a wait for all of it: minutes where nothing else runs
-        check=False,
-    )
+    script, keys = str(ROOT / "sbatch/quickstart.sh"), (f"--run_dir={run_dir}", f"--train.max_steps={STEPS}")
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
+    limit_s = 2.5 * HANG_S  # a wait for all of it: minutes where nothing else runs
+    command = [*prefix, "bash", script, *words, *keys]
+    done = completed(command, limit_s, env=environment, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout, json.loads((run_dir / "summary.json").read_text())
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from sampled_responses import IDS, response
 from waiting import HANG_S
 
 from slurm_rlhf.config.check import reward_source
@@ -107,7 +107,5 @@ def test_a_task_that_is_unknown_is_one_line(tmp_path: Path) -> None:
 
 
 def answered(found: list[dict[str, Any]], texts: list[str]) -> tuple[list[Prompt], list[Trajectory]]:
-    ids = np.zeros(1, dtype=np.int32)
-    rest = (ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop")
-    prompts = [Prompt(n, row["input"], ids, row["label"], row) for n, row in enumerate(found)]
-    return prompts, [Trajectory(n, 0, *rest, text, []) for n, text in enumerate(texts)]
+    prompts = [Prompt(n, row["input"], IDS, row["label"], row) for n, row in enumerate(found)]
+    return prompts, [response(n, text) for n, text in enumerate(texts)]

@@ -227,16 +227,8 @@ def lost(tmp_path: Path, tokenizer: Tokenizer, row: dict[str, Any], **settings: 
     return text[text.index("lost: ") :]
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ("raise", "Environment.step raised KeyError: 'lost'"),
-        ("3", "step returned 3; expected (observation, reward, done)"),
-        ("None", "step returned None; expected"),
-    ],
-)
-def test_an_episode_whose_environment_fails_is_lost(tmp_path: Path, plain: Tokenizer, answer: str, said: str) -> None:
-    assert said in lost(tmp_path, plain, {"answers": [answer]})
+def test_an_episode_whose_environment_fails_is_lost(tmp_path: Path, plain: Tokenizer) -> None:
+    assert "Environment.step raised KeyError: 'lost'" in lost(tmp_path, plain, {"answers": ["raise"]})
 
 
 def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, plain: Tokenizer) -> None:

@@ -9,14 +9,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from stage_runs import metrics, run
 from tiny_models import make_tiny
 from waiting import HANG_S
+
+from slurm_rlhf.config.schema import Config, Data
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import DataError
+from slurm_rlhf.records import Experience
+from slurm_rlhf.stages.examples import RefusedRows, load_examples
+from slurm_rlhf.stages.kinds import SftTrainer
+from slurm_rlhf.stages.stage import read_inputs
 
 pytestmark = pytest.mark.slow
 
@@ -180,11 +190,6 @@ def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
 
 
 def test_examples_in_process(job: Path) -> None:
-    from slurm_rlhf.config.schema import Data
-    from slurm_rlhf.data.tokenizer import Tokenizer
-    from slurm_rlhf.errors import DataError
-    from slurm_rlhf.stages.examples import load_examples
-
     tokenizer = Tokenizer.load(job / "model")
     data = Data(max_len=32)
     examples = load_examples(job / "sums.jsonl", tokenizer, data)
@@ -199,10 +204,6 @@ def test_examples_in_process(job: Path) -> None:
 
 
 def test_rows_that_are_no_examples_are_named_together(job: Path) -> None:
-    from slurm_rlhf.config.schema import Data
-    from slurm_rlhf.data.tokenizer import Tokenizer
-    from slurm_rlhf.stages.examples import RefusedRows, load_examples
-
     rows: list[dict[str, Any]] = [{"input": "1", "output": "2"}, {"input": "", "output": "2"}]
     (job / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *[{"input": "1"}] * 6, rows[0]]))
     with pytest.raises(RefusedRows) as caught:
@@ -215,9 +216,6 @@ def test_rows_that_are_no_examples_are_named_together(job: Path) -> None:
 
 
 def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slurm_rlhf.config.schema import Config, Data
-    from slurm_rlhf.stages.stage import read_inputs
-
     monkeypatch.chdir(job)
     config = Config()
     config.actor.model_name_or_path = "model"
@@ -230,13 +228,6 @@ def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: py
 
 def test_only_words_of_the_assistant_count(job: Path) -> None:
     """Another log-prob of a token that the mask leaves out changes neither loss nor gradient nor measurement."""
-    from types import SimpleNamespace
-
-    import numpy as np
-
-    from slurm_rlhf.records import Experience
-    from slurm_rlhf.stages.kinds import SftTrainer
-
     lens, mask = np.array([1, 1], dtype=np.int32), np.array([True, False, True, True, False])
     ids, rewards = np.arange(7, dtype=np.int32), np.zeros(2, dtype=np.float32)
     part = Experience(lens, np.array([3, 2], dtype=np.int32), ids, mask, rewards)

@@ -11,14 +11,12 @@ TOOLS = "{% if tools %}<|system|>{% for t in tools %}{{ t | tojson }}{% endfor %
 """Most templates show tools as JSON."""
 
 
-def chatml(
-    call: str, tool: str = "<|tool|>{{ m.content }}<|end|>\n", end: str = "<|end|>\n", tools: str = TOOLS
-) -> str:
+def chatml(call: str, tool: str = "<|tool|>{{ m.content }}<|end|>\n", tools: str = TOOLS) -> str:
     """A turn is `<|role|>text<|end|>`; `call` writes one call `c` of an assistant, `tool` what a tool answers."""
     return (
         f"{tools}{{% for m in messages %}}{{% if m.role == 'tool' %}}{tool}{{% else %}}<|{{{{ m.role }}}}|>"
         "{{ m.content or '' }}{% if m.tool_calls %}{% for t in m.tool_calls %}{% set c = t.function %}"
-        f"{call}{{% endfor %}}{{% endif %}}{end}{{% endif %}}{{% endfor %}}"
+        f"{call}{{% endfor %}}{{% endif %}}<|end|>\n{{% endif %}}{{% endfor %}}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sampled_responses import response
 from steps import OnDemand, make_loop, make_step
 
 from slurm_rlhf.algorithms.losses import KLController
@@ -40,12 +41,7 @@ class Engines:
 
     def sample(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         assert version == self.version  # the weights that they hold are those that are asked for
-        floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
-        return [
-            Trajectory(prompt.index, sample, IDS, IDS, floats, mask, "stop", str(prompt.index), [])
-            for prompt in prompts
-            for sample in range(sampling.n)
-        ]
+        return [response(prompt.index, str(prompt.index), sample) for prompt in prompts for sample in range(sampling.n)]
 
     def update(self, version: int) -> dict[str, float]:
         self.version = version

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+from sampled_responses import response
 from waiting import HANG_S, until
 
 from slurm_rlhf.config.schema import Config
@@ -128,9 +129,7 @@ def order_of(count: int, batch: int, episodes: int = 1) -> PromptOrder:
 
 def answer(prompt: int, sample: int, version: int = 0, engine: int = 0, key: str = "") -> Trajectory:
     """A response of one token."""
-    floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
-    spans = [VersionSpan(0, 1, version)]
-    return Trajectory(prompt, sample, IDS, IDS, floats, mask, "stop", f"{prompt}", spans, engine, key)
+    return response(prompt, f"{prompt}", sample, versions=[VersionSpan(0, 1, version)], engine=engine, key=key)
 
 
 BATCH = 4

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,6 @@ from warm_runs import commands
 _LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
 _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
-KINDS = ("garbage", "replay", "store commands", "gloo's greeting", "half a message")
-"""What strangers send."""
 LOOK_S = 1.0  # between two looks at who listens: they take time from whoever attacks meanwhile
 HALF_OPEN = 40  # connections to a port that say half a message and stay
 
@@ -97,13 +95,7 @@ class Strangers:
     any more.
     """
 
-    def __init__(
-        self,
-        ports: Callable[[], Iterable[Listening]],
-        recorded: list[bytes],
-        pause_s: float = 0.002,
-        kinds: Collection[str] = KINDS,
-    ) -> None:
+    def __init__(self, ports: Callable[[], Iterable[Listening]], recorded: list[bytes]) -> None:
         """`ports` is asked before each round: while a run starts, processes open more of them."""
         self.sent: Counter[str] = Counter()
         self.met: set[Listening] = set()
@@ -111,9 +103,7 @@ class Strangers:
         self.rounds = 0
         """How often each kind of message has come to each port."""
         self._ports = ports
-        self._kinds = kinds
         self._recorded = recorded
-        self._pause_s = pause_s
         self._open: Counter[int] = Counter()
         self._held: list[socket.socket] = []
         self._over = threading.Event()
@@ -140,10 +130,10 @@ class Strangers:
         }
         while not self._over.wait(LOOK_S if self.rounds else 0.0):
             for port in self._ports():
-                for kind in self._kinds:
-                    if self._over.wait(self._pause_s):
+                for kind, made in kinds.items():
+                    if self._over.wait(0.002):
                         return
-                    self._send(port, kind, kinds[kind]())
+                    self._send(port, kind, made())
             self.rounds += 1
 
     def _send(self, port: Listening, kind: str, data: bytes) -> None:

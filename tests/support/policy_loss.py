@@ -16,8 +16,7 @@ def policy_loss(
     denominator: float,
     clip_low: float,
     clip_high: float,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Compute the loss and metrics of one micro-batch that is a single response."""
-    inputs = PolicyInputs(logprobs, old, advantages, mask, [len(mask)], weights, denominator, clip_low, clip_high)
+    inputs = PolicyInputs(logprobs, old, advantages, mask, [len(mask)], None, denominator, clip_low, clip_high)
     return ppo_loss(inputs)

@@ -72,11 +72,12 @@ class Run:
         )
 
     def wait(self) -> tuple[int, str]:
-        """(exit code, what it printed); AssertionError when it hangs."""
+        """(exit code, what it printed), once all that it started has ended; AssertionError when it hangs."""
         try:
             output, _ = self.process.communicate(timeout=HANG_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {HANG_S:.0f} s:\n{self.log()}") from None
+        self.assert_gone()
         return self.process.returncode, output
 
     def wait_for_step(self, step: int) -> None:

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from programs import completed
 from waiting import HANG_S
 
 from slurm_rlhf.trainer.distributed import barrier
@@ -44,14 +45,7 @@ def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> N
             os.kill(server.pid, signal.SIGSTOP)
             variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             environment = {**os.environ, **variables, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            done = subprocess.run(
-                [sys.executable, "-c", JOIN.format(meet=MEET_S)],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=HANG_S,
-                check=True,
-            )
+            done = completed([sys.executable, "-c", JOIN.format(meet=MEET_S)], check=True, env=environment)
         finally:
             server.kill()
     assert f"did not meet within {MEET_S:g} s (timeout.connect)" in done.stdout

@@ -90,11 +90,6 @@ def all_terms_written_out(logprobs: torch.Tensor, entropy: torch.Tensor, exp: Ex
 
 
 KEYS: dict[str, dict[str, Any]] = {
-    "cispo": {
-        "actor.eps_clip_low_high": [0.3, 0.4],
-        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
-        "rollout.max_new_tokens": 14,
-    },
     "dppo_tv": {
         "actor.eps_clip_low_high": [0.016, 0.005],
         "actor.loss_agg_mode": "seq-mean-token-sum",
@@ -106,7 +101,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torch.Tensor:
-    """CISPO by the longest length, DPPO by sums and with a correction, SAPO by means: response by response."""
+    """DPPO by sums and with a correction, SAPO by means: response by response."""
     config = Config()
     config.algo.correction.preset = KEYS[kind].get("algo.correction.preset", "none")
     weigh(config, exp)
@@ -118,9 +113,7 @@ def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torc
             continue
         new, old, advantages = logprobs[chosen], columns["logprobs"][chosen], columns["advantages"][chosen]
         ratio = (new - old).exp()
-        if kind == "cispo":
-            terms.append((-ratio.detach().clamp(0.7, 1.4) * advantages * new).sum() / 14)
-        elif kind == "sapo":
+        if kind == "sapo":
             tau = torch.where(advantages > 0, 0.5, 3.0)
             terms.append((-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages).mean())
         else:

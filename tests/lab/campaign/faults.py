@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -186,8 +185,3 @@ SLURM: Final = tuple(fault for each in EACH for fault in on_cluster(each))
 def all_faults() -> list[Fault]:
     """List every fault, each name once."""
     return [*signals(), *others(), *SLURM]
-
-
-def named(faults: list[Fault], word: str) -> list[Fault]:
-    """Choose the faults whose name holds the regular expression `word`."""
-    return [fault for fault in faults if re.search(word, fault.name)]

@@ -163,17 +163,18 @@ class Session:
         self._wait(lambda: self.over or self.phase_now().phase != START, "its first step", POLL_S)
         return time.monotonic() - begun
 
-    def meet_phase(self, names: Sequence[str], delay_s: float = 0.0, tries: int = TRIES) -> PhaseNow:
+    def meet_phase(self, names: Sequence[str], delay_s: float = 0.0) -> PhaseNow:
         """Wait until it is in one of the phases, and `delay_s` more; again, with half the delay, where it left by then.
 
         Returns the phase of now, which after the last try may be another one. Raises RunError as `wait_for_step`.
         """
-        while True:
+        for _ in range(TRIES):
             self.wait_for_phase(names, self.steps)
             time.sleep(delay_s)
-            now, tries, delay_s = self.phase_now(), tries - 1, delay_s / 2
-            if not tries or now.phase in names:
-                return now
+            now, delay_s = self.phase_now(), delay_s / 2
+            if now.phase in names:
+                break
+        return now
 
     def phase_now(self) -> PhaseNow:
         """Return the phase that this start is in, which may be none."""
