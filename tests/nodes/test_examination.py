@@ -70,7 +70,8 @@ def agents(tmp_path: Path) -> Iterator[LocalAgents]:
         yield found
 
 
-def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None:
+def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interview, "measure_groups", None)  # nobody asked for it
     report, _ = examine_nodes(question(tmp_path), agents)
     assert report.verdict == OK, draw(report)
     assert [check.name for check in report.checks][:2] == ["answers", "run directory"]

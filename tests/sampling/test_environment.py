@@ -130,7 +130,7 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
     assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
     assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
     (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2=", **row}, "input")], [whole])
-    assert item["messages"] == [{"role": "user", "content": "2+2="}]
+    assert (item["messages"], item["version"]) == ([{"role": "user", "content": "2+2="}], 3)
     assert [(one["role"], one["content"]) for one in item["dialogue"]] == [
         *(("assistant", "35"), ("user", "no="), ("assistant", "4"))
     ]
