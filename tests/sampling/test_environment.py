@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,14 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
         *(("assistant", "35"), ("user", "no="), ("assistant", "4"))
     ]
     assert "seen" not in row, "the class gets a copy of the row"
+
+
+def test_the_end_waits_for_no_chat_template(tmp_path: Path, plain: Tokenizer) -> None:
+    made, go_on = environments(tmp_path, plain), threading.Event()
+    work, later = made._encoder.submit(go_on.wait, 10.0), made._encoder.submit(print)
+    made.close()
+    assert (work.done(), later.cancelled()) == (False, True)
+    go_on.set()
 
 
 def test_a_response_that_is_cut_off_gets_an_answer_too(tmp_path: Path, plain: Tokenizer) -> None:
