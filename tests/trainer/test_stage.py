@@ -45,6 +45,22 @@ def test_a_frozen_model_joins_the_ranks_that_it_is_cut_over(
     assert bool(meetings) is joined
 
 
+@pytest.mark.parametrize(
+    ("ds", "autocast"),
+    [
+        (Ds(zero_stage=0, param_dtype="bf16"), torch.bfloat16),
+        (Ds(zero_stage=2, param_dtype="bf16"), None),
+        (Ds(zero_stage=0, param_dtype="fp32"), None),
+    ],
+)
+def test_a_reference_rounds_as_the_actor_does(
+    ds: Ds, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "Frozen", lambda *words: words[-1])
+    monkeypatch.setattr(frozen, "layout_of", lambda *words: None)
+    assert frozen.FrozenPolicy(Config(ds=ds)).model is autocast
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_that_plain_pytorch_trains_imports_no_other_trainer(deterministic: bool) -> None:
