@@ -215,13 +215,13 @@ def asked(directory: Path) -> dict[str, str]:
 
 
 def test_cards_processes_driver_and_cuda(tmp_path: Path) -> None:
-    cards = [card(0, used=40123), card(1, "NVIDIA A100-SXM4-80GB", 81920, mig="[N/A]")]
+    cards = [card(0, used=40123), card(1, "NVIDIA A100-SXM4-80GB", 81920, used=4000, mig="[N/A]")]
     mine = f"{cards[0].split(', ')[1]}, {os.getpid()}, /opt/my python, 40100"
     write_smi(tmp_path, cards, [mine, "GPU-of-another-job, 7, python, [N/A]"], cuda="13.0")
     look = ask_gpus(asked(tmp_path))
     assert [(gpu.index, gpu.name, gpu.memory_mib, gpu.used_mib, gpu.mig) for gpu in look.gpus] == [
         (0, "NVIDIA H100 80GB HBM3", 81559, 40123, False),
-        (1, "NVIDIA A100-SXM4-80GB", 81920, 4, False),
+        (1, "NVIDIA A100-SXM4-80GB", 81920, 4000, False),
     ]
     (process,) = look.gpus[0].processes
     assert (process.pid, process.name, process.memory_mib) == (os.getpid(), "/opt/my python", 40100)

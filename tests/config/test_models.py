@@ -150,7 +150,7 @@ def put_into(cache: Path, name: str) -> Path:
     (snapshot / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     (snapshot / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("0a1b")
+    (model / "refs" / "main").write_text("0a1b\n")
     return snapshot
 
 

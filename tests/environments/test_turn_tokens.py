@@ -94,7 +94,7 @@ def test_rewards_get_what_stands_outside_calls(tokenizers: dict[str, Tokenizer],
     """In TRL's shape, as transformers' `parse_response` makes it."""
     tokenizer, reader = tokenizers[name], tool_reader(tokenizers[name])
     whole = tokenizer.chat([{"role": "user", "content": "?"}, reader.message("", [PROBE])], answer=False)
-    text = f"<think>who?</think>{'' if name == 'llama_json' else 'I ask. '}{whole.rpartition('<|assistant|>')[2]}"
+    text = f"<think>\nwho?\n</think>{'' if name == 'llama_json' else 'I ask. '}{whole.rpartition('<|assistant|>')[2]}"
     message = reader.written(reader.cut(text), text, reader.read(reader.cut(text), [PROBE_SCHEMA]))
     called = {"name": PROBE.name, "arguments": PROBE.arguments}
     assert message == {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -189,4 +190,6 @@ def test_what_an_interrupted_export_has_left_is_removed_first(tmp_path: Path, mo
     monkeypatch.setattr(model_source.subprocess, "run", run)
     assert model_source.provide(source, print, tmp_path / "log") == source.model
     assert model_source.provide(source, print, tmp_path / "log") == source.model  # which is done already
-    assert seen == [False]
+    shutil.rmtree(source.model)
+    assert model_source.provide(source, print, tmp_path / "log") == source.model
+    assert seen == [False, False]

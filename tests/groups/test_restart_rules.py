@@ -51,7 +51,7 @@ def test_a_spare_that_preflight_found_bad_gets_no_engine() -> None:
 
 
 def test_engines_that_a_node_loses_together_are_one_loss() -> None:
-    together = losses(*((engine, "n1", 0.1 * engine) for engine in range(8)))
+    together = losses(*((engine, "n1", 5000 + 0.1 * engine) for engine in range(8)))
     assert incidents(together, "n1") == 1
     assert incidents(together, "n2") == 0
     assert next_place(7, "n1", together, [], False, 1) == "n1"

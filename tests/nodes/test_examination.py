@@ -70,11 +70,14 @@ def agents(tmp_path: Path) -> Iterator[LocalAgents]:
         yield found
 
 
-def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path) -> None:
+def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ask = [], Interview._ask
+    monkeypatch.setattr(Interview, "_ask", lambda *words: asked.append(words[2]) or ask(*words))
     report, _ = examine_nodes(question(tmp_path), agents)
     assert report.verdict == OK, draw(report)
     assert [check.name for check in report.checks][:2] == ["answers", "run directory"]
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]  # the canary is gone
+    assert asked == ["introduce", "facts", "examined"]  # it measured nothing, and ends what it may have started
     (view,) = agents.look({NODE: [os.getpid()], "elsewhere": [1]}, HANG_S)
     assert view.states[os.getpid()]
     assert (agents.unheard(HANG_S), agents.unheard(-1.0)) == (set(), {NODE})

@@ -32,6 +32,7 @@ JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo"
     ("text", "expected"),
     [
         ("90", 90),
+        (" 90\n", 90),
         ("90:30", 91),
         ("1:30:00", 90),
         ("24:00:00", 1440),

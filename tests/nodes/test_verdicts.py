@@ -177,7 +177,7 @@ def test_a_name_that_leads_nowhere(reach: Reach, said: str) -> None:
 def test_a_node_that_does_not_answer_is_named_with_what_srun_says() -> None:
     words = "slurmstepd: error: execve(): /opt/venv/bin/python: No such file or directory"
     nodes = {node: facts(node) for node in ("n1", "n2")}
-    (finding,) = examined(nodes=nodes, said=words).findings
+    (finding,) = examined(nodes=nodes, said=f"\n{words}\n\n").findings
     assert finding.nodes == ("n3", "n4")
     assert finding.said.startswith(f"no answer from n3, n4; the launcher says:\n    {words}")  # Slurm's reason first
     assert finding.remedy.startswith("If that names nothing to mend: python did not run there")

@@ -16,9 +16,10 @@ from waiting import HANG_S
 
 from slurm_rlhf.cluster.slurm_environment import expand
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement import packing
 from slurm_rlhf.placement.packing import Block
 from slurm_rlhf.placement.rank_map import RankMap, draw, make_blocks, place
-from slurm_rlhf.placement.topology import Node, RoleSize, Topology, numbered_names
+from slurm_rlhf.placement.topology import Node, RoleSize, Topology, nodes_needed, numbered_names
 
 
 def nodes(count: int, gpus: int) -> Topology:
@@ -40,6 +41,11 @@ def test_two_nodes_of_eight_hold_six_actor_and_two_rollout_slots_each() -> None:
         assert where(rank_map, "rollout") == {"node1": (6, 7), "node2": (6, 7)}
         assert rank_map.worlds == {"actor": 12, "rollout": 4}
     assert rank_map.roles["actor"][1].ranks == (6, 7, 8, 9, 10, 11)
+
+
+def test_how_many_nodes_are_needed_is_found_without_all_orders_of_the_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "permutations", None)  # those of many roles take minutes
+    assert nodes_needed(8, make_blocks([RoleSize("actor", 1, 4), engines(8)], [])) == 2
 
 
 def test_roles_get_nodes_of_their_own_where_there_are_enough() -> None:

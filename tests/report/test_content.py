@@ -167,6 +167,7 @@ def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     made = Sample(1, 0, 0, "p" * 9999, "r" * 20, None, 1.0, None, None, "stop", 0, 0, ["r" * 10] * 2, [-1.0] * 2, [])
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
+    assert short(replace(made, prompt="p" * CHARACTERS))["prompt"] == "p" * CHARACTERS
     for step in range(1000):
         append_line(tmp_path / "samples.jsonl", asdict(replace(made, step=step)))
     run = RunFiles.read(RunDirectory(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,19 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
     assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
     assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
     (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2=", **row}, "input")], [whole])
-    assert item["messages"] == [{"role": "user", "content": "2+2="}]
+    assert (item["messages"], item["version"]) == ([{"role": "user", "content": "2+2="}], 3)
     assert [(one["role"], one["content"]) for one in item["dialogue"]] == [
         *(("assistant", "35"), ("user", "no="), ("assistant", "4"))
     ]
     assert "seen" not in row, "the class gets a copy of the row"
+
+
+def test_the_end_waits_for_no_chat_template(tmp_path: Path, plain: Tokenizer) -> None:
+    made, go_on = environments(tmp_path, plain), threading.Event()
+    work, later = made._encoder.submit(go_on.wait, 10.0), made._encoder.submit(print)
+    made.close()
+    assert (work.done(), later.cancelled()) == (False, True)
+    go_on.set()
 
 
 def test_a_response_that_is_cut_off_gets_an_answer_too(tmp_path: Path, plain: Tokenizer) -> None:

@@ -18,12 +18,12 @@ from control_peer import ask
 from msgspec import msgpack
 from waiting import HANG_S, until
 
-from slurm_rlhf.errors import CallTimeout, ConfigError
+from slurm_rlhf.errors import CallTimeout, ConfigError, WireError
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.codec import encode
 from slurm_rlhf.wire.handles import ControlServer
-from slurm_rlhf.wire.messages import Envelope
+from slurm_rlhf.wire.messages import Envelope, unpack
 
 
 def test_keys_are_private_and_the_same_after_loading(tmp_path: Path) -> None:
@@ -211,6 +211,12 @@ def nonsense() -> list[list[bytes]]:
     messages += [whole[:-1], [*whole[:-1], whole[-1][:-1]], [*whole, b"more"]]
     messages += [[dice.randbytes(dice.randrange(100)) for _ in range(dice.randrange(1, 5))] for _ in range(200)]
     return messages
+
+
+def test_what_is_no_envelope_is_not_read() -> None:
+    for frames in ([], message("hello", 0, HELLO, name="h" * 1024)):
+        with pytest.raises(WireError, match="without an envelope"):
+            unpack(frames)
 
 
 def test_nonsense_from_a_stranger_with_the_key_is_counted(setting: Setting) -> None:
