@@ -6,14 +6,16 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from programs import write_program
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
@@ -203,3 +205,24 @@ def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
         "requeue.await_end(None, None, 'n', ('', 0))\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM
+
+
+def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from slurm_rlhf.nodes.child_process import start_child\n"
+        "print(start_child(['sleep', '300'], Path(sys.argv[1]), os.environ).pid, flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path / "log")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        until(lambda: child.name() == "sleep")
+        parent.kill()
+    try:
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
