@@ -48,7 +48,8 @@ class Ranks:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("complete", [True, False])
 def test_ranks_that_wait_for_one_on_a_lost_node_are_ended_at_once(tmp_path: Path, complete: bool) -> None:
-    config = load_config(None, [f"--sft.output_dir={tmp_path / 'out'}"])
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    config = load_config(None, [f"--sft.output_dir={tmp_path / 'out'}", f"--actor.model_name_or_path={tmp_path}"])
     ranks = Ranks(tmp_path, complete)
     job = StageJob(config, "sft", RunDirectory(tmp_path), RANKS, ranks)  # type: ignore[arg-type]
     with Stop(tmp_path) as stop, pytest.raises(StopRequested):
