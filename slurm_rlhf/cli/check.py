@@ -200,32 +200,30 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     from slurm_rlhf.rewards.scored import Scoring
     from slurm_rlhf.rewards.sources import WeightedRewards
 
-    first = inputs.prompts[0]
     if inputs.environments is not None:
-        others = isinstance(inputs.reward, WeightedRewards)
+        first, others = inputs.prompts[0], isinstance(inputs.reward, WeightedRewards)
         yield f"rewards: by the environment in {inputs.environments.file}{', and other rewards are added' * others}"
         yield from inputs.environments.lines()
-        began = inputs.environments.try_out(first, "data.prompt_dataset")
+        began, played = inputs.environments.try_out(first, _label(first), "data.prompt_dataset")
         yield f"an episode of the first row begins: {cut(repr(began), _WIDTH)}"
-        if not others:
+        if isinstance(played, EpisodeError):
+            yield f"warning: an episode of the first row whose turns are its label is lost: {played}"
             return
+        prompts, answers = [first, first], [played, played]
+        whose = f"episode of the first row whose turns are its label ({played.turns} in all)"
+    else:
+        prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts))) for _ in range(2)]
+        answers = [_answered(prompt) for prompt in prompts]  # two of each: one number for several would pass otherwise
+        whose = f"labels of the first {len(prompts) // 2} prompts, as if they were responses"
     if config.reward.model_name_or_path:
         yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
         return
-    prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts))) for _ in range(2)]
-    answers = [_answered(prompt) for prompt in prompts]  # two of each: one number for several would pass otherwise
-    whose = f"labels of the first {len(prompts) // 2} prompts, as if they were responses"
-    scoring = Scoring(inputs.reward, config.timeout.reward, note=print)
     try:
-        if inputs.environments is not None:
-            played = inputs.environments.played(first, _label(first))
-            prompts, answers = [first, first], [played, played]
-            whose = f"episode of the first row whose turns are its label ({played.turns} in all)"
-        answer = scoring(prompts, answers, 0)
-    except RewardError as error:  # an episode that is lost, too
-        if inputs.environments is None or (config.reward.on_error == FAIL and not isinstance(error, EpisodeError)):
+        answer = Scoring(inputs.reward, config.timeout.reward, note=print)(prompts, answers, 0)
+    except RewardError as error:
+        if inputs.environments is None or config.reward.on_error == FAIL:
             raise
-        yield f"warning: an episode of the first row whose turns are its label has no reward: {error}"
+        yield f"warning: the {whose} has no reward: {error}"
         return
     yield f"rewards of the {whose}: {', '.join(f'{value:g}' for value in answer.rewards[::2])}"
 

@@ -133,36 +133,33 @@ class Environments:
                         f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
                     )
 
-    def try_out(self, prompt: Prompt, where: str) -> str:
-        """Begin an episode with a row, and give it up; return its prompt. Raises EpisodeError."""
-        episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
-        try:
-            asyncio.run(episode.reset())
-            return episode.text or prompt.text
-        except (EpisodeError, ModelError) as error:
-            raise EpisodeError(f"{where}, row {prompt.index}: {error}") from error
-        finally:
-            wait(episode.drop())  # the processes may end next
+    def try_out(self, prompt: Prompt, said: str, where: str) -> tuple[str, Trajectory | EpisodeError]:
+        """Play an episode whose turns all are `said`, without an engine; return its prompt, and it or why it is lost.
 
-    def played(self, prompt: Prompt, said: str) -> Trajectory:
-        """Play an episode whose turns all are `said`, without an engine. Raises EpisodeError."""
+        Raises EpisodeError if it does not begin.
+        """
         episode = Turns(self, prompt, Sampling(max_new_tokens=self.config.rollout.max_new_tokens), 0)
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
 
-        async def play() -> Trajectory:
-            await episode.reset()
-            whole = None
-            while whole is None:
-                turn: I32 = np.array(ids[: episode.limit], dtype=np.int32)
-                none, mask = np.zeros(len(turn), np.float32), np.ones(len(turn), np.bool_)
-                found = Trajectory(prompt.index, 0, episode.token_ids, turn, none, mask, STOP, said, [])
-                whole = await episode.answered(found)
-            return whole
+        async def play() -> tuple[str, Trajectory | EpisodeError]:
+            text, whole = "", None
+            try:
+                await episode.reset()
+                text = episode.text or prompt.text
+                while whole is None:
+                    turn: I32 = np.array(ids[: episode.limit], dtype=np.int32)
+                    none, mask = np.zeros(len(turn), np.float32), np.ones(len(turn), np.bool_)
+                    found = Trajectory(prompt.index, 0, episode.token_ids, turn, none, mask, STOP, said, [])
+                    whole = await episode.answered(found)
+                return text, whole
+            except (EpisodeError, ModelError, ProcessLost) as error:
+                lost = EpisodeError(str(error) or "the process or the server that it lived in is gone")
+                if not text:
+                    raise EpisodeError(f"{where}, row {prompt.index}: {lost}") from error
+                return text, lost
 
         try:
             return asyncio.run(play())
-        except (ModelError, ProcessLost) as error:
-            raise EpisodeError(str(error) or "the process or the server that it lived in is gone") from error
         finally:
             wait(episode.drop())  # the processes may end next
 

@@ -1,7 +1,7 @@
 """Experience as tensors: packed into one row, or a padded row for each sequence; forward passes without gradients.
 
 Attention in a packed row lets no token see another sequence. 16-bit models on GPUs use torch's flash attention for
-variable lengths. Elsewhere sequences of equal length are computed together, without a mask over the whole row.
+variable lengths. Elsewhere neighbours of equal length are computed together, without a mask over the whole row.
 transformers' own detection of packed rows is not used: with a mask or a cache it lets sequences see their neighbours,
 without a warning.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -25,22 +26,12 @@ from slurm_rlhf.trainer.ulysses import SequenceGroup
 
 
 @dataclass(slots=True)
-class EqualLengths:
-    """Order the tokens of a row by the lengths of their sequences: attention takes equal ones in one call."""
-
-    order: Tensor  # int64 [T], the tokens of the shortest sequences first
-    back: Tensor  # int64 [T], from that order to the row's
-    counts: tuple[tuple[int, int], ...]  # (sequences, length) of each length, ascending
-
-
-@dataclass(slots=True)
 class PackedRow:
     """Describe a row of T tokens in which N sequences lie end to end."""
 
     position_ids: Tensor  # int64 [1, T], from 0 on in each sequence; with a group only those of this rank's tokens
     bounds: Tensor  # int32 [N + 1], where the sequences begin, and T
     lengths: tuple[int, ...]  # [N], lengths of the sequences, on the host
-    equal: EqualLengths | None = None  # None: most lengths differ
     group: SequenceGroup | None = None  # ranks that compute the row together
 
 
@@ -73,11 +64,11 @@ def collate(
     group: SequenceGroup | None = None,
     read: NDArray[np.int64] | None = None,
 ) -> TokenBatch:
-    """Lay all sequences of `exp` into one row (`packed`), or pad each to the longest.
+    """Lay all sequences of `exp` into one row (`packed`), the shortest first, or pad each to the longest.
 
     The last token of a response predicts nothing: it is in `targets` alone. With `read`, [N], all tokens are in the
     rows, and each sequence has one action: its token at index `read`. `group`: ranks that compute the row together;
-    then a few tokens of padding may follow its sequences.
+    then its sequences lie in the order of `exp`, and a few tokens of padding may follow them.
     Raises ValueError for a response without a prompt before it.
     """
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
@@ -87,7 +78,10 @@ def collate(
     lengths = exp.prompt_lens + (np.maximum(responses - 1, 0) if read is None else responses)  # the model's tokens
     filled = -int(lengths.sum()) % group.size if group else 0
     width = int(lengths.sum()) + filled if packed else int(lengths.max(initial=1))
-    starts = np.array(np.cumsum(lengths) - lengths if packed else np.arange(len(exp)) * width, dtype=np.int64)
+    starts: NDArray[np.int64] = np.arange(len(exp), dtype=np.int64) * width
+    order = starts.argsort() if group else lengths.argsort(kind="stable")
+    if packed:
+        starts[order] = lengths[order].cumsum() - lengths[order]
     row = np.repeat(np.arange(len(exp)), exp.lengths)
     position = np.arange(len(row)) - exp.token_offsets[row]
     input_ids = np.zeros((1 if packed else len(exp), width), dtype=np.int64)
@@ -98,28 +92,17 @@ def collate(
     targets = exp.token_ids[is_action if read is None else slice(0)].astype(np.int64)
     described, first, actions = None, 0, len(at)
     if packed:
-        places = np.append(position[known], np.arange(filled))
-        sizes = lengths.tolist() + [filled] * (filled > 0)
+        sizes = lengths[order].tolist() + [filled] * (filled > 0)
+        places = np.concatenate([np.arange(size) for size in sizes])
         if group:
             mine = group.tokens(width)
             first, last = np.searchsorted(at, [mine.start, mine.stop]).tolist()
             at, targets = at[first:last] - mine.start, targets[first:last]
             input_ids, places = input_ids[:, mine], places[mine]
         bounds = to_device(np.cumsum([0, *sizes]).astype(np.int32), device)
-        described = PackedRow(to_device(places[None], device), bounds, tuple(sizes), _equal(sizes, device), group)
+        described = PackedRow(to_device(places[None], device), bounds, tuple(sizes), group)
     ids, read_at, wanted = (to_device(values, device) for values in (input_ids, at, targets))
     return TokenBatch(ids, read_at, wanted, described, first, actions)
-
-
-def _equal(sizes: list[int], device: torch.device) -> EqualLengths | None:
-    values, counts = np.unique(sizes, return_counts=True)
-    if 2 * len(values) > len(sizes):
-        return None
-    order = np.argsort(np.repeat(sizes, sizes), kind="stable")
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
-    known = tuple((count, size) for count, size in zip(counts.tolist(), values.tolist(), strict=True) if size)
-    return EqualLengths(to_device(order, device), to_device(back, device), known)
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -239,16 +222,12 @@ def attention(
     if query.is_cuda and half and softcap is None and query.shape[-1] <= _LARGEST_HEAD:
         longest = max(packed_row.lengths)
         return _flash(query, key, value, packed_row.bounds, longest, scaling, sliding_window), None
-    equal, tensors = packed_row.equal, (query, key, value)
-    counts = [(1, length) for length in packed_row.lengths] if equal is None else equal.counts
-    if equal is not None:
-        tensors = tuple(tensor.index_select(2, equal.order) for tensor in tensors)
+    counts = [(len([*equal]), length) for length, equal in groupby(packed_row.lengths)]
     sizes, parts = [count * length for count, length in counts], []
-    for (count, length), *some in zip(counts, *(tensor.split(sizes, dim=2) for tensor in tensors), strict=True):
+    for (count, length), *some in zip(counts, *(each.split(sizes, dim=2) for each in (query, key, value)), strict=True):
         q, k, v = (tensor[0].unflatten(1, (count, length)).transpose(0, 1) for tensor in some)
         parts.append(_causal(q, k, v, scaling, sliding_window, softcap).transpose(0, 1).flatten(1, 2))
-    found = torch.cat(parts, dim=1)
-    return (found if equal is None else found.index_select(1, equal.back)).transpose(0, 1)[None], None
+    return torch.cat(parts, dim=1).transpose(0, 1)[None], None
 
 
 def _flash(

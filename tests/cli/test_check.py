@@ -280,7 +280,7 @@ def test_a_reward_beside_an_environment_is_called_with_an_episode_as_a_run_has_i
     status, _, err = checked(capfd, *words)
     assert (status, "grade.py: reward_func returned 'good' (str) at index 0" in err) == (2, True), err
     status, out, _ = checked(capfd, *words, "--reward.on_error=skip")  # a run goes on with the other rows
-    assert (status, "warning: an episode of the first row" in out) == (0, True)
+    assert (status, "warning: the episode of the first row" in out) == (0, True)
     Path("game.py").write_text(code.replace("0.25", "int(messages[9])"))
     status, out, _ = checked(capfd, *words)  # an episode that is lost ends no run
     assert (status, "Environment.step raised IndexError" in out.splitlines()[-1]) == (0, True)
