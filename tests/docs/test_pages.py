@@ -114,7 +114,7 @@ SCRIPTS = {
     "sbatch/generate.sh": ("runs/test_slurm_generate.py", "generate.sh"),
     "sbatch/pipeline.sh": ("cli/test_pipeline.py", "pipeline.sh"),
     "sbatch/sft.sh": ("runs/test_slurm_stages.py", "sft.sh"),
-    "sbatch/seeds.sh": ("runs/test_slurm_doors.py", "seeds.sh"),
+    "sbatch/seeds.sh": ("runs/test_slurm_jobs.py", "seeds.sh"),
     "sbatch/ppo_7b.sh": ("runs/test_sbatch_ppo.py", '"ppo_7b"'),
     "sbatch/ppo_32b.sh": ("runs/test_sbatch_ppo.py", "ppo_32b.sh"),
     "tests/run.sh": ("kit/test_report.py", "RUN_SH"),

@@ -129,4 +129,5 @@ def test_the_product_its_pages_and_its_tests_use_the_words_of_the_field() -> Non
     files = [path for room in ("slurm_rlhf", "sbatch", "tests", ".github") for path in (ROOT / room).rglob("*")]
     written = [path for path in {ROOT / "README.md", *files} - {Path(__file__)} if path.suffix in WRITTEN]
     assert len(written) > 300
-    assert [f"{path}: {found[0]}" for path in written for found in GLOSSARY.finditer(path.read_text("utf-8"))] == []
+    texts = {path: f"{path.stem.replace('_', ' ')}\n{path.read_text('utf-8')}" for path in written}
+    assert [f"{path}: {found[0]}" for path, text in texts.items() for found in GLOSSARY.finditer(text)] == []

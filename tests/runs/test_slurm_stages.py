@@ -97,7 +97,7 @@ def test_submitit_runs_a_stage_on_two_nodes(slurm: Cluster, work: Path, submitte
     assert re.search(r"small\.run: finished\nstep +10/10\n", shown), shown
 
 
-@pytest.mark.full  # test_slurm_requeue, test_slurm_doors and the tests above go the same ways one by one
+@pytest.mark.full  # test_slurm_requeue, test_slurm_jobs and the tests above go the same ways one by one
 @pytest.mark.parametrize(("stage", "nodes", "zero", "way"), WAYS)
 def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
     slurm: Cluster, work: Path, submitted: Callable[..., Any], stage: str, nodes: int, zero: int, way: str
