@@ -255,7 +255,8 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     assert f"{Path('game.py').absolute()}:3: Environment.reset raised KeyError: " in err
     assert "Traceback" not in err
     Path("game.py").write_text(code.replace('[row["input"]]', '.get("b")'))
-    assert checked(capfd, *words)[0] == 0
+    status, out, _ = checked(capfd, *words)
+    assert (status, out.splitlines()[-1][-13:]) == (0, "(1 in all): 1")
 
 
 def test_a_reward_beside_an_environment_is_called_with_an_episode_as_a_run_has_it(
