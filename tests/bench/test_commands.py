@@ -71,6 +71,8 @@ def test_bench_train() -> None:
         (["train", "--rollout.max_new_tokens=0"], "rollout.max_new_tokens must be at least 1"),
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
         (["sync", "--zero=x"], "--zero takes a whole number of at least 0, got 'x'"),
+        (["sync", "--actors=two"], "--actors takes nodes x ranks on each, as in 2x4, got 'two'"),
+        (["sync", "--engines=1x0"], "--engines takes nodes x ranks on each, as in 2x4, got '1x0'"),
         (["sync", "--no-zero"], "unknown option 'no_zero'"),
         (["sync", "--one-node=1"], "unknown option --one-node=1; did you mean --one_node?"),
         (["rollout", "--prompt_tokens=400"], "more than data.max_len = 512"),

@@ -43,7 +43,8 @@ def test_the_table_holds_what_is_compared() -> None:
 
 
 def test_an_architecture_that_was_not_compared_is_reported(tmp_path: Path) -> None:
-    assert uncompared("actor", directory(tmp_path, architectures=["Qwen2ForCausalLM"])) == ""
+    for names in (["Qwen2ForCausalLM"], ["Own", "Qwen2ForCausalLM"]):
+        assert uncompared("actor", directory(tmp_path, architectures=names)) == ""
     stated = uncompared("actor", directory(tmp_path, architectures=["OtherForCausalLM"]))
     assert stated.startswith(f"actor: {tmp_path} is a OtherForCausalLM, which was never compared")
     assert "Qwen2ForCausalLM" in stated
