@@ -23,7 +23,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A configuration with the data sets of three commands."""
     make_tiny(tmp_path / "model")
-    prompts = [{"input": f"{number}+1=", "label": str(number + 1), "level": number} for number in (1, 2, 13, 1)]
+    prompts = [{"input": f"{number}+1=", "label": str(number + 1), "level": number % 10} for number in (1, 12, 3, 1)]
     long = [{"input": "1" * 40, "label": "<b>"}, {"output": "no input", "label": "", "level": 0}]
     sft = [{"input": "1+1=", "output": "2", "level": 0}, {"input": "1" * 40, "output": "2", "level": 0}]
     pairs = [{"input": "1+1=", "chosen": "2", "rejected": "3", "level": 0}]
