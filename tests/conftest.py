@@ -133,7 +133,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of the acceptance kit on GPUs, `-m gpu`."""
+    """Add the options of the acceptance kit on GPUs, `-m gpu`."""
     group = parser.getgroup("gpu", "the acceptance kit on GPUs (-m gpu)")
     group.addoption("--rehearse", action="store_true", help="run the kit on CPUs: no figure is a GPU's")
     group.addoption("--gpu_report", default="", metavar="DIR", help="where gpu_report.md and .json go [the checkout]")
@@ -225,7 +225,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if "warm_runs" in sys.modules:
         sys.modules["warm_runs"].end()
     gc.unfreeze()
-    gc.collect()  # what ends with an object that is garbage, as the process that renders a chat template
+    gc.collect()  # ends what belongs to an unused object, such as the process that renders a chat template
     deadline = time.monotonic() + SETTLE
     while (left := _leftovers()) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -23,7 +23,7 @@ from slurm_rlhf.config.schema_models import Actor
 from slurm_rlhf.docs.pages import page
 
 LONGEST = 10
-LIMIT = 20.0  # of the log-ratio, where losses take exp of it
+LIMIT = 20.0  # bound of the log-ratio where losses take exp of it
 
 
 def inputs_of(ratios: list[float], advantages: list[float], old: float = 0.25, **changes: Any) -> PolicyInputs:

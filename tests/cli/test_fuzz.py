@@ -99,7 +99,7 @@ TOML_VALUES = st.recursive(
 @given(st.dictionaries(WORDS.filter(bool), TOML_VALUES, min_size=1, max_size=4))
 @fuzz("values")
 def test_keys_with_any_values(folder: Path, table: dict[str, Any]) -> None:
-    """What loads is written and read back as the same, and its rules can be asked."""
+    """A configuration that loads is written and read back as the same, and its rules can be asked."""
     bare = [key for key in table if all(key.split("."))]
     file = folder / "values.toml"
     for keys in ([json.dumps(key) for key in table], bare):

@@ -263,7 +263,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of `words`, which bash has cut at `=`."""
+    """Return the words that bash offers for the last of `words`, which bash has cut at `=`."""
     line = " ".join(f"'{word}'" for word in words)
     given = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}"
     call = f"source {script}; {given}; _slurm_rlhf; printf '%s\\n' ${{COMPREPLY[@]}}"
@@ -366,7 +366,7 @@ def test_text_of_others_is_escaped_wherever_a_command_prints_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of the process that runs the tests
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # the process that runs the tests keeps its own
     printed(tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert out.count(TAMED) >= times

@@ -55,7 +55,7 @@ class Bench:
         write_program(self.bin / name, f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
 
     def shown(self, word: object = None) -> str:
-        """What `status` prints of the run, or of `word`."""
+        """Return what `status` prints of the run, or of `word`."""
         assert main(["status", str(word or self.run_dir)]) == 0
         return self.capsys.readouterr().out
 
@@ -140,7 +140,7 @@ Traceback (most recent call last):
     dist.all_reduce(total)
 RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:4417
 """
-"""Of a rank whose collective fails before it misses the conductor: another has left."""
+"""Log of a rank whose collective fails before it misses the conductor: another rank has left."""
 
 
 def test_a_job_whose_first_node_is_gone(bench: Bench) -> None:

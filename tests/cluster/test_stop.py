@@ -1,4 +1,4 @@
-"""What asks a run to stop: signals, the clock, files; and where it listens."""
+"""Requests to stop a run: signals, the clock, files."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_nohup_counts(tmp_path: Path) -> None:
 
 
 def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()  # of an earlier session
+    (tmp_path / "stop").touch()  # left by an earlier session
     with Stop(tmp_path) as stop:
         assert not stop.save_wanted()
         (tmp_path / "save").touch()

@@ -217,7 +217,7 @@ def test_text_that_was_templated_beforehand_begins_once(tmp_path: Path, family: 
     assert ids.count(tokenizer.bos_token_id or -1) == text.count(bos)
     assert ids[0] == tokenizer.bos_token_id
     assert not has_double_bos(ids, tokenizer)
-    assert has_double_bos(tokenizer.encode(text), tokenizer)  # what transformers' tokenizer(text) makes of it
+    assert has_double_bos(tokenizer.encode(text), tokenizer)  # transformers' own tokenizer(text) adds a second one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -291,7 +291,7 @@ def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[
     ("pieces", "prompt", "answer", "expected"),
     [
         ((), "2+2=", "4", ["4"]),
-        (("▁4",), "2+2=", "4", ["4"]),  # what the answer alone would be
+        (("▁4",), "2+2=", "4", ["4"]),  # the answer alone would be "▁4"
         (("▁4",), "2+2= ", "4", ["4"]),  # prompt and answer together end in it: no token of the prompt's
         (("▁4",), "2+2=", " 4", ["▁4"]),
         (("=4", "=42"), "2+2=", "42", ["4", "2"]),  # one token holds the seam

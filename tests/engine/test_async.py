@@ -27,7 +27,7 @@ def stopping(trajectories: list[Trajectory]) -> Sampling:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Trajectory]]:
-    """What the engine samples with one batch at a time."""
+    """Responses that the engine samples with one batch at a time; `process` fills them in."""
     return {}
 
 

@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16
 KINDS = ("reversed", "unseeded", "uneven")
-"""What `rollout_misfits` does."""
+"""Faults of the followers in tests/support/rollout_misfits.py, one kind for each engine."""
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -181,7 +181,7 @@ def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: Rollou
     assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
     for rank, slot in enumerate(slots):
         assert f"compiled kernels are kept in {slot}" in single.log(rank)
-        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert not (slot / ".starting").exists()  # the start is over: its compiled kernels are whole
         assert local_directory._try_lock(slot) is None  # while it lives
 
 
@@ -196,7 +196,7 @@ def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFle
         states += [psutil.Process(rank.pid).status() for rank in pair.ranks.values()]
     after = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
     assert states.count(psutil.STATUS_RUNNING) < 0.1 * len(states)
-    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # of the main thread
+    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # main threads
 
 
 def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:

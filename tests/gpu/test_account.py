@@ -1,4 +1,4 @@
-"""What a run on GPUs says of them: from the calls it makes, its records and what its ranks answer."""
+"""A run's account of its GPUs: from the calls it makes, its records and the answers of its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the rollout side runs on GPUs alone, through strict stand-ins."""
+"""The parts of the rollout side that run on GPUs alone, through strict stand-ins."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
 
 def test_without_a_gpu_a_rank_says_nothing_of_one() -> None:
     seen = attending().memory()
-    assert (seen.gpu, seen.used > 0, seen.total) == ("", True, 0)  # of the process
+    assert (seen.gpu, seen.used > 0, seen.total) == ("", True, 0)  # the memory of the process
     assert device_bytes(torch.device("cpu")) == 0
 
 

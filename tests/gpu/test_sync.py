@@ -263,7 +263,7 @@ def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     assert loaded(weights, 0) == sent(1)
 
 
-# What no transfer is needed for.
+# The tests below need no transfer.
 
 
 def test_buckets_are_larger_between_gpus():

@@ -310,7 +310,7 @@ def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) ->
 
 
 class Optimizer:
-    """What `move_optimizer` moves of ZeRO-3: masters of two groups, AdamW's states, gradients and their bucket."""
+    """ZeRO-3's state that `move_optimizer` moves: masters of two groups, AdamW's states, gradients and their bucket."""
 
     def __init__(self) -> None:
         self.fp32_partitioned_groups_flat = [torch.ones(1000, device=GPU), torch.ones(500, device=GPU)]

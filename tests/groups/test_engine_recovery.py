@@ -155,7 +155,7 @@ class Bench:
 
     @property
     def lost(self) -> dict[int, str]:
-        """What `slurm-rlhf status` shows of engines."""
+        """The lost engines, as `slurm-rlhf status` shows them."""
         return engines_lost(read_events(self._file))
 
     @property

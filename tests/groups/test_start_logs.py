@@ -1,4 +1,4 @@
-"""What a run quotes of its logs: the newest in which its present start has written, and nothing from before."""
+"""Logs that a run quotes: the newest in which its present start has written, and nothing from before."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") ->
 
 
 def roleless(config: Config, path: Path) -> Supervisor:
-    """What a watchdog asks where no role was started."""
+    """Make a supervisor that started no role, which is enough for a watchdog."""
     directory = RunDirectory(path)
     directory.make()
     ranks = place(Topology.uniform(["n1"], 2), [RoleSize("actor", 1, 2)])

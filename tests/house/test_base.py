@@ -1,4 +1,4 @@
-"""What all rooms share: long lists in messages, files that appear whole, waiting with a deadline."""
+"""Helpers that all rooms share: long lists in messages, files that appear whole, waiting with a deadline."""
 
 from __future__ import annotations
 

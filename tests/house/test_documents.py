@@ -19,7 +19,7 @@ PACKAGE = ROOT / "slurm_rlhf"
 
 
 def paths(text: str) -> list[str]:
-    """What stands in backticks and looks like a path, without a place for a name in it."""
+    """Find the paths that stand in backticks, without those that have a place for a name in them."""
     found = re.findall(r"`([^`\s]+)`", text)
     return [path for path in found if re.search(r"/|\.(py|toml|sh)$", path) and not re.search(r"[<>*()]|\.venv", path)]
 
@@ -45,7 +45,7 @@ RECIPES = {
     "an engine": (3, r"\bhf\b|Hf", {"name": "hf"}),
     "a trainer": (3, r"PlainTrainer", {"name": "plain_torch"}),
 }
-"""What is added -> files that are touched, what each of them says of one that is there, and its names in the paths."""
+"""An addition -> how many files it touches, a pattern that each of an earlier one matches, its names in their paths."""
 
 
 @pytest.mark.parametrize("added", RECIPES)

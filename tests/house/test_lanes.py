@@ -176,7 +176,7 @@ def session(directory: Path, tests: str, ci: bool = False) -> subprocess.Complet
     (directory / "test_it.py").write_text(tests)
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
-    environment["PYTHONPATH"] = f"{SUPPORT}:{environment.get('PYTHONPATH', '')}"  # of what conftest.py imports
+    environment["PYTHONPATH"] = f"{SUPPORT}:{environment.get('PYTHONPATH', '')}"  # conftest.py imports from there
     environment |= {"CI": "true"} if ci else {}
     return completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=directory, env=environment)
 

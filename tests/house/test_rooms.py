@@ -67,8 +67,8 @@ NAMED = {
         *("trainer/deepspeed.py", "trainer/_deepspeed.py", "trainer/backends.py"),
         "trainer/__init__.py",  # which lists the files of its room
         "trainer/_transformers.py",  # a module of transformers has this name
-        *("config/schema_models.py", "config/migrate.py", "config/migrate.py"),  # what users write
-        *("__init__.py", "cli/commands.py"),  # what the package is made of, for its users
+        *("config/schema_models.py", "config/migrate.py", "config/migrate.py"),  # users write its name
+        *("__init__.py", "cli/commands.py"),  # lists of the package's parts, for its users
         *("nodes/node_checks.py", "nodes/node_look.py", "cluster/local_directory.py"),  # versions of packages
         "groups/hang_rules.py",  # whose frames in a stack wait
         "bench/train.py",  # a bare loop, which the trainer is compared with
@@ -239,7 +239,7 @@ def dotted(module: Path) -> str:
 WITH_TORCH = ("engine", "parity", "process_groups", "ranks", "stages", "trainer", "weights")
 LIGHT_ROOMS = {*FLOOR} - {*WITH_TORCH, "bench", "docs", "observe"}
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS]
-"""What a login node and the conductor import."""
+"""Modules that a login node and the conductor import."""
 
 HEAVY = {"torch", "deepspeed", "vllm", "transformers", "ray", "mpi4py", "submitit"}
 

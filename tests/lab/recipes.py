@@ -1,4 +1,4 @@
-"""What each recipe learns of one task, a run for each seed, in one table and one picture (recipes.svg).
+"""Compare what the recipes learn of one task, a run for each seed, in one table and one picture (recipes.svg).
 
     python tests/lab/recipes.py sbatch/quickstart.toml
     python tests/lab/recipes.py sbatch/quickstart.toml --shuffle --out=runs/shuffled --seeds=1

@@ -39,9 +39,9 @@ class Case:
     name: str
     stage: str
     keys: dict[str, Any]  # ours, of the group of the stage
-    trainer: str  # of TRL, or of its experimental part where it has a dot
+    trainer: str  # a class of TRL, or of its experimental part where it has a dot
     theirs: dict[str, Any]  # keys of TRL
-    kind: str = ""  # of the rows, where it is not the stage
+    kind: str = ""  # kind of the rows, where it is not the stage's
     note: str = ""
 
 

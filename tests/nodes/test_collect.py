@@ -1,4 +1,4 @@
-"""What a node says of itself: real files, limits; a kernel that refuses locks; recorded answers of GPUs."""
+"""A node's account of itself: real files, limits; a kernel that refuses locks; recorded answers of GPUs."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Slurm:
     def __init__(self, root: Path) -> None:
         self.bin, self.run_dir = root / "bin", root / "run"
         (self.run_dir / ".control").mkdir(parents=True)
-        self.refusal = ""  # of requeue
+        self.refusal = ""  # the error by which requeue is refused; empty: it is not
         self.program("scancel", "")
 
     def program(self, name: str, script: str) -> None:
@@ -95,7 +95,7 @@ class Slurm:
 
     @property
     def done(self) -> list[str]:
-        """What was asked for, but for questions."""
+        """Calls so far, without those that only ask."""
         calls = (self.bin / "calls").read_text().splitlines()
         return [call for call in calls if not call.startswith("scontrol show")]
 
@@ -123,7 +123,7 @@ def test_one_of_those_left_requeues_the_job_once(controller: Slurm) -> None:
         "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
     )
     assert second.settled()  # slurmctld is slow, and says the same
-    assert twin.settled()  # of another step on the same node
+    assert twin.settled()  # the agent of another step on the same node
     controller.says("PENDING", restarts=1, nodes="(null)")
     assert successor.settled()
     controller.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start

@@ -79,7 +79,7 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
         **dict.fromkeys((2, 3), NODES[1]),
     }
     assert bench.engines.spares == []
-    one.ended("was ended", 1)  # what its old node says late is no news
+    one.ended("was ended", 1)  # a late event of its old node is no news
     moved.ended("rank 1 was killed again", 1)
     assert bench.news() == [(1, "rank 1 was killed again")]
 

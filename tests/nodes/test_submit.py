@@ -1,4 +1,4 @@
-"""What submitit is asked for, and who goes on with a run that has to stop."""
+"""Jobs that submitit is asked for, and who goes on with a run that has to stop."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What statvfs answers: 3 MiB of 8 GiB are free, inodes as well."""
+    """Make statvfs answer that 3 MiB and 10 inodes are free."""
     answer = SimpleNamespace(f_bavail=768, f_frsize=4096, f_files=1000, f_favail=10)
     monkeypatch.setattr(run_directory.os, "statvfs", lambda path: answer)
     monkeypatch.setattr(run_directory, "mount_of", lambda path: ("", Path("/scratch"), "lustre"))

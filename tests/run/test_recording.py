@@ -1,4 +1,4 @@
-"""What a run records and tells while it goes on."""
+"""Records and messages of a run while it goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `collect` and `update` of a step make of a batch, by what the ranks are sent to train on."""
+"""`collect` and `update` of a step, judged by the batches that they send to ranks to train on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 
 LENGTHS = [3, 1, 2, 4]
-"""Of the responses to two prompts; all tokens of response i are i."""
+"""Lengths of the responses to two prompts; all tokens of response i are i."""
 REWARDS = [1.0, 1.0, 2.0, 3.0]
 
 
@@ -52,7 +52,7 @@ class Rank:
 class Run:
     """One step whose responses ended for `reasons`, and whose engine gave a token of the last one `logprob`."""
 
-    VERSION = 0  # of the actor; that of all responses is 0
+    VERSION = 0  # the actor's; all responses have version 0
 
     def __init__(self, roles: list[str], reasons: str = "stop stop stop stop", logprob: float = -1.0, **keys: object):
         config = Config()
@@ -125,7 +125,7 @@ def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
     for name, factor in (("loss", 1.0), ("entropy", 1.0), ("kl", 0.5)):
         assert_allclose(actor.columns[f"{name}_weights"][left], factor * means[left], rtol=1e-6)
     assert_allclose(actor.columns["nll_weights"], np.where(left, 1 / kept, 0), rtol=1e-6)
-    assert run.experience.action_mask.all()  # what compares log-probs goes on with all of them
+    assert run.experience.action_mask.all()  # log-probs are compared on all of them
     assert run.metrics["kl"] == pytest.approx(sum(LENGTHS) / 4 / 2)
 
 

@@ -221,7 +221,7 @@ PLACES = ("python", "lock", "engine", "reward-hang")
 
 
 class Stated:
-    """What a hang left behind."""
+    """Holds the files that a hang left behind."""
 
     def __init__(self, directory: Path) -> None:
         self.report = (directory / "report.txt").read_text()

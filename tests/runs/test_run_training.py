@@ -159,7 +159,7 @@ def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
     assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
     rows = metrics(run_dir)
     assert all(row["first_ratio"] == pytest.approx(1.0, abs=1e-6) for row in rows)
-    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # of all updates of a step
+    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # the mean of all updates of a step
 
 
 def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
@@ -362,6 +362,6 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     for stage in stages:
         together = list(itertools.islice(left, len(stage)))
         assert {str(call) for call in together} == stage
-        assert min(call.begin for call in together) > before  # what comes first has been answered
+        assert min(call.begin for call in together) > before  # earlier calls have been answered
         before = max(call.end for call in together)
     assert list(left) == []

@@ -182,7 +182,7 @@ def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: P
 
 SMALL = {**SHAPES["7B"], "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
          "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
-"""Of Qwen2.5-0.5B's config.json."""
+"""Sizes of Qwen2.5-0.5B, from its config.json."""
 
 
 def reward_function() -> Any:

@@ -140,7 +140,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
     assert [(engine["node"], engine["gpus"], engine["lost"]) for engine in engines] == [
         (node, gpus, "") for node in ("gpu002", "gpu003") for gpus in ([0, 1], [2, 3])
     ]
-    assert {engine["engine"] for engine in engines if engine["responses"]} >= {2, 3}  # of the third node
+    assert {engine["engine"] for engine in engines if engine["responses"]} >= {2, 3}  # engines of the third node
     assert not any(slurm.left(run_dir, node) for node in slurm.names)
 
 

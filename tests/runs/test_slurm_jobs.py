@@ -155,7 +155,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
             assert re.search(
                 r"^look inside srun --jobid=\d+ --overlap --pty .*--nodelist=gpu001 bash$", shown, re.MULTILINE
             )
-    # Of a task of an array scancel tries again until it is gone, and then complains of that (Slurm 22.05).
+    # For a task of an array scancel tries again until the task is gone, and then complains of that (Slurm 22.05).
     slurm.run("bash", "-c", f"scancel --batch --signal=USR1 {job}_1 || true")
     slurm.wait_until(lambda: not slurm.run("squeue", "-h"), "end of the chain")
     said = Path(f"{run_dir}.log").read_text()

@@ -161,7 +161,7 @@ def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
 
 
 def assert_doors(slurm: Cluster, *run_dirs: Path) -> None:
-    """What listens does so on loopback or on the node's address in the cluster: torchrun's stores, too, as with GPUs.
+    """Check that ports listen on loopback or the node's address in the cluster: torchrun's stores, too, as with GPUs.
 
     The keys are in a file that nobody else can read, and in no command line, environment, log or record of the job.
     """

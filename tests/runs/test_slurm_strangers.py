@@ -67,7 +67,7 @@ def over(slurm: Cluster, job: int) -> bool:
 
 
 def counted(log: str) -> dict[str, int]:
-    """What the conductor wrote about its control port when it closed it."""
+    """Read the counts that the conductor wrote about its control port when it closed it."""
     (line,) = [line for line in log.splitlines() if "control port:" in line]
     words = line.partition("control port: ")[2].split(", ")
     return {name: int(number) for number, _, name in (word.partition(" ") for word in words)}

@@ -56,7 +56,7 @@ def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> Non
     job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
     try:
         run.wait_for_step(1)
-        # What submitit's controller does at the end of the time.
+        # submitit's controller sends this signal at the end of the time.
         os.kill(task(job), SIGNAL)
         holds.let_go(PACE)
         result = job.result()

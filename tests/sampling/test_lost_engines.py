@@ -46,7 +46,7 @@ class Batch:
         threading.Thread(target=run, daemon=True).start()
 
     def result(self) -> list[tuple[int, int, int]]:
-        """Of each response, its prompt, its sample and its engine."""
+        """Return the prompt, the sample and the engine of each response."""
         found = self._found.result(HANG_S)
         return [(each.prompt, each.sample, each.engine) for each in found]
 

@@ -1,4 +1,4 @@
-"""What a stage leaves behind while it trains, and what it goes on from."""
+"""Files that a stage leaves behind while it trains, and the step that it goes on from."""
 
 from __future__ import annotations
 

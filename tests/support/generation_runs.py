@@ -78,6 +78,6 @@ def assert_whole(file: Path, rows: int) -> None:
 
 
 def answers(file: Path) -> dict[tuple[int, int], Any]:
-    """What an output says, without what depends on who answered."""
+    """Read an output, without the fields that depend on who answered."""
     kept = ("response", "finish_reason", "tokens", "seed", "score", "error")
     return {(line["row"], line["sample"]): [line.get(key) for key in kept] for line in lines_of(file)}

@@ -31,7 +31,7 @@ class Properties:
 
 
 def properties_in_torch() -> set[str]:
-    """What a GPU's properties have: by the stub, and by torch's own use of what the stub forgets (PCI addresses)."""
+    """Names of a GPU's properties: those of the stub, and those that it forgets and torch uses (PCI addresses)."""
     if hasattr(torch._C, "_CudaDeviceProperties"):
         return set(dir(torch._C._CudaDeviceProperties))
     home = Path(torch.__file__).parent
@@ -65,7 +65,7 @@ class Cuda:
                 cuda._current = self.prev_idx
 
         class StreamContext:
-            """What torch.cuda.stream returns."""
+            """Stands in for the context that torch.cuda.stream returns."""
 
             def __init__(self, stream: Any) -> None:
                 self.stream = stream

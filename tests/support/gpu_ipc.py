@@ -25,7 +25,7 @@ FIELDS = (
     "event_handle",
     "event_sync_required",
 )
-"""What `_share_cuda_` returns and `_new_shared_cuda` takes, as torch itself unpacks it."""
+"""Fields that `_share_cuda_` returns and `_new_shared_cuda` takes, as torch itself unpacks them."""
 
 
 @cache
@@ -38,7 +38,7 @@ def fields_in_torch() -> tuple[str, ...]:
 
 
 class Ledger:
-    """What GPUs still do with memory that several processes have mapped, in a file that these share.
+    """Lists uses by GPUs, not yet over, of memory that several processes have mapped, in a file that these share.
 
     A process enters each use, and strikes it out when its host knows that it is over. Until then no other process may
     do anything there that does not go together with it, however soon the GPU is done.

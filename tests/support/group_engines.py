@@ -29,7 +29,7 @@ IDS = np.array([3], dtype=np.int32)
 
 
 Row = tuple[int, int, int, int, str]
-"""Of a response in flight: engine, prompt, sample, version at its begin, key."""
+"""A response in flight: engine, prompt, sample, version at its begin, key."""
 
 
 class Engines:

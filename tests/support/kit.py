@@ -22,7 +22,7 @@ from typing import Any
 from kit_gpus import GPUS
 
 BUDGET_S = 600.0
-"""Of all checks together."""
+"""Time for all checks together."""
 SLOWER = 4.0
 """So much longer may everything take in a rehearsal, on CPUs that others use."""
 LEAST_S = 20.0
@@ -53,17 +53,17 @@ class Place:
 
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; of a rehearsal: made up
     rehearse: bool = False
-    nodes: tuple[str, ...] = ()  # of the allocation, this one first; empty outside Slurm
+    nodes: tuple[str, ...] = ()  # nodes of the allocation, this one first; empty outside Slurm
     scratch: str = ""  # the check's own directory, which all nodes see
 
     def backend(self, wanted: str) -> str:
-        """What is to carry weights: on CPUs gloo stands in for nccl."""
+        """Return the backend that is to carry weights: on CPUs gloo stands in for nccl."""
         return {"nccl": "gloo"}.get(wanted, wanted) if self.rehearse else wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found: a line for people, numbers for programs."""
+    """Holds the finding of a check: a line for people, numbers for programs."""
 
     figure: str
     figures: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a check."""
+    """Holds the outcome of a check that passed, failed or was skipped."""
 
     name: str
     about: str

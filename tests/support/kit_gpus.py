@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 GPUS = "SLURM_RLHF_TEST_GPUS"
-"""What CUDA_VISIBLE_DEVICES of a whole run is to be; not set or empty: the tests stay on CPUs."""
+"""Names the variable with CUDA_VISIBLE_DEVICES for a whole run; not set or empty: the tests stay on CPUs."""
 
 
 def visible() -> str:

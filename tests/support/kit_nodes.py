@@ -26,7 +26,7 @@ from slurm_rlhf.placement.topology import Topology
 
 
 def look(place: Place) -> Finding:
-    """What every run does first: one directory, the same packages, usable GPUs on all nodes."""
+    """Check what every run checks first: one directory, the same packages, usable GPUs on all nodes."""
     gpus = len(place.gpus)
     nodes = tuple(place.nodes)
     ranks = RankMap(Topology.uniform(nodes, gpus), {})

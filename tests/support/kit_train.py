@@ -19,7 +19,7 @@ from training_runs import metrics, train, workspace
 
 STEPS = 3
 APART = 2e-5
-"""Of any parameter after three steps of at most 1e-4, on one rank and on two, in fp32: sums come in another order."""
+"""Bound of a parameter's difference between one rank and two, after three steps of at most 1e-4 in fp32."""
 LOGPROBS = {"fp32": 1e-4, "bf16": 6e-2}
 """Bound of `rollout_logprob_diff`, as in kit_engine."""
 
@@ -91,7 +91,7 @@ def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, 
 
 
 def judged(rows: list[dict[str, Any]], log: str, dtype: str, backend: str) -> tuple[Finding, list[dict[str, Any]]]:
-    """What a run's metrics and the conductor's log say, against the bounds. AssertionError."""
+    """Judge a run's metrics and the conductor's log by the bounds. AssertionError."""
     assert len(rows) == STEPS, f"{len(rows)} steps of {STEPS} have a line in metrics.jsonl"
     for row in rows:
         odd = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -124,7 +124,7 @@ def _zero(place: Place, stage: int, keys: dict[str, Any] | None = None) -> Findi
 
 
 def compared(one: Path, two: Path, stage: int) -> Finding:
-    """What one rank and two ranks have written."""
+    """Compare the parameters that one rank and two ranks have written."""
     from safetensors.torch import load_file
 
     mine, theirs = (load_file(path.with_suffix(".safetensors")) for path in (one, two))

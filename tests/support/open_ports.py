@@ -18,7 +18,7 @@ from intruders import GREETING
 from warm_runs import commands
 
 _LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
-_MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
+_MAGIC = 0x3C85F7CE  # a client of torch's TCPStore begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
 LOOK_S = 1.0  # between two looks at who listens: they take time from whoever attacks meanwhile
 HALF_OPEN = 40  # connections to a port that say half a message and stay
@@ -40,7 +40,7 @@ class Listening:
 
 
 def listening(pids: Iterable[int]) -> list[Listening]:
-    """What those processes listen on, in whichever network namespace each is (psutil knows that of this one only)."""
+    """Find the ports of processes, in whichever network namespace each is (psutil knows that of this one only)."""
     found, forked = [], commands()
     for pid in pids:
         proc = Path(f"/proc/{pid}")
@@ -65,7 +65,7 @@ def _address(text: str) -> str:
 
 
 def store_commands(dice: random.Random) -> bytes:
-    """What a client of torch's TCPStore sends that wants to do harm: commands as the protocol has them.
+    """Make the commands of a client of torch's TCPStore that wants to do harm, as the protocol has them.
 
     It counts ranks that have not come, and deletes and overwrites keys whose names it knows.
     """

@@ -75,7 +75,7 @@ class Cluster:
         return self.run("bash", str(SCRIPT), *words)
 
     def run(self, *words: str) -> str:
-        """What a command on the login node printed. AssertionError when it fails."""
+        """Run a command on the login node and return what it prints. AssertionError when it fails."""
         # Daemons keep the output open: it goes to a file, and only the command itself is waited for.
         with tempfile.TemporaryFile("w+") as out:
             code = subprocess.call(
@@ -111,7 +111,7 @@ class Cluster:
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
+        """Read the fields of `scontrol show job`: JobState, ExitCode, NodeList, ..."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_over(self, number: int) -> tuple[str, int]:
@@ -222,7 +222,7 @@ def _end(file: Path) -> str:
 
 
 def said(run_dir: Path) -> str:
-    """What the job of a run printed."""
+    """Read what the job of a run printed."""
     return Path(f"{run_dir}.log").read_text()
 
 

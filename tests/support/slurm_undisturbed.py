@@ -48,12 +48,12 @@ class Calm:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What its command line gave but the places and the length."""
+        """Overrides of its command line, but for those of places and of the length."""
         return tiny(self.work)
 
     @property
     def metrics(self) -> list[str]:
-        """Of the first `STEPS` steps, without times."""
+        """Metrics of the first `STEPS` steps, without times."""
         return timeless(metrics(self.run_dir)[:STEPS])
 
 

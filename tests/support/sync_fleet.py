@@ -27,7 +27,7 @@ BUCKET = 1 << 20
 
 
 def one_of(gpu: str, place: int = 1) -> dict[str, Any]:
-    """What a rank sees that has the GPU of this letter, and whose number of it is `place`: others' are there, too."""
+    """The GPUs that a rank sees: its own, of this letter, has the number `place`, and others' are there, too."""
     gpus = ["GPU-other0", "GPU-other1", "GPU-other2"]
     gpus[place] = f"GPU-{gpu}"
     return {"gpus": gpus, "current": place}

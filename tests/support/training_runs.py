@@ -183,7 +183,6 @@ def saved(run_dir: Path) -> list[int]:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """What the run wrote at its end."""
     found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return found
 

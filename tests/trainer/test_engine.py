@@ -97,7 +97,7 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "sapo": {"actor.sapo_temperature_pos": 0.5, "actor.sapo_temperature_neg": 3.0},
 }
-"""Of policy losses, by their names: what `loss_written_out` has as numbers. Each bound binds at some tokens."""
+"""Keys of policy losses, by their names; `loss_written_out` has them as numbers. Each bound binds at some tokens."""
 
 
 def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torch.Tensor:
@@ -175,7 +175,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """What one rank and two ranks have written."""
+    """Train on one rank and on two, and return where each has written."""
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, more in ((1, {}), (2, {"stall": True})):
         torchrun(ranks, 220.0, model=str(model), out=str(outs[ranks]), cases=CASES, **more)

@@ -112,7 +112,7 @@ def made(path: Path, **ds: Any) -> Config:
 def test_the_policy_learns_and_the_base_stays(
     tmp_path: Path, ds: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is exported is W + (alpha / r) B A, from the run and from its checkpoint, with PEFT's files."""
+    """The exported model is W + (alpha / r) B A, from the run and from its checkpoint, with PEFT's files."""
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     base = make_tiny(tmp_path / "model")

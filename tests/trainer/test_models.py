@@ -159,7 +159,8 @@ def test_gradient_checkpointing_changes_nothing_but_memory(models: Path) -> None
         assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
     products = {how: seen["aten.mm"] + seen["aten.addmm"] for how, seen in counts.items()}
     assert products["off"] == products["selective"] < products["full"]
-    assert counts["off"]["aten.mean"] < counts["selective"]["aten.mean"] == counts["full"]["aten.mean"]  # of norms
+    # Norms take means, and are computed again by both.
+    assert counts["off"]["aten.mean"] < counts["selective"]["aten.mean"] == counts["full"]["aten.mean"]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])

@@ -1,4 +1,4 @@
-"""What every `Trainer` keeps, whichever library is behind it: one, two and three ranks, in three precisions.
+"""Promises that every `Trainer` keeps, whichever library is behind it: one, two and three ranks, in three precisions.
 
 Run as a program, this file is the rank that torchrun starts. To prove another trainer: its row in TRAINERS.
 """
@@ -38,7 +38,7 @@ MOVES = ("plain", "zero2", "zero3")
 STEPS, SAVED, ROWS, WIDTH = 4, 2, 12, 7
 LRS = [1e-3 * share for share in (0.25, 0.5, 0.75, 1.0)]
 BOUND = {"fp32": 2e-7, "bf16": 2e-4, "fp16": 4e-5}
-"""Of a master's difference from AdamW in float64, after four steps of up to 1e-3."""
+"""Bound of a master's difference from AdamW in float64, after four steps of up to 1e-3."""
 NORM = {"fp32": 1e-6, "bf16": 3e-3, "fp16": 5e-4}
 
 
@@ -139,7 +139,7 @@ def all_shards(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_parameters(trainer: Any) -> None:
-    """What the model computes with is the masters, rounded; and a rank's shards of it are parts of the whole."""
+    """Check that the model computes with the masters, rounded, and that a rank's shards are parts of the whole."""
     masters = all_shards(trainer)
     held = {
         shard.name: (shard.start, shard.tensors["parameter"]) for shard in trainer.shards(trainer.module, "parameters")
@@ -305,7 +305,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """What two ranks have written, three that load that, too, and one; they assert what is equal bit for bit."""
+    """Run two ranks, three that load what those wrote, and one; they assert what is equal bit for bit."""
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (2, 3, 1)}
     for ranks, other in ((2, ""), (3, str(outs[2])), (1, str(outs[3]))):
         torchrun(ranks, 220.0, __file__, out=str(outs[ranks]), other=other)

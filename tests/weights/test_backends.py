@@ -1,4 +1,4 @@
-"""What the seam `Carrier` promises, of every backend behind it."""
+"""Promises of the seam `Carrier`, kept by every backend behind it."""
 
 from __future__ import annotations
 

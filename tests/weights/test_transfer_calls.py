@@ -58,7 +58,7 @@ def settle(engines: Engines, actor: list[Future[Any]]) -> list[BaseException]:
 
 
 def raised_by(work: Callable[[], object]) -> list[BaseException]:
-    """What it raises; AssertionError where it waits for longer than it may."""
+    """Run `work` and return its errors; AssertionError where it waits for longer than it may."""
     raised: list[BaseException] = []
 
     def run() -> None:

@@ -304,7 +304,7 @@ def test_interfaces():
 
 
 def test_gloo_reports_a_timeout_an_abort_and_a_death(fleet):
-    """What `Transport` promises of failures."""
+    """Failures are reported as `Transport` promises."""
     data: GlooTransport = fleet.build(1, timeout_s=SHORT_S).control
     back = torch.zeros(1000, dtype=torch.uint8)
     with pytest.raises(TransportFailure) as caught:
@@ -341,7 +341,7 @@ PAIRWISE = (
     Cell("llama", False, 1, 3, "fp32"),
 )
 BOUNDS = {"fp32": 1e-5, "bf16": 0.15}
-"""Of a log-prob; bf16 has 8 bits of mantissa, in every layer."""
+"""Bound of a log-prob's difference; bf16 has 8 bits of mantissa, in every layer."""
 
 
 def check(cell: Cell, place: Path) -> None:

@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: Run) -> None:
-    """What has failed for good works again; the old rank is asked to end, and a late one of before is refused."""
+    """A role that has failed for good works again; its old rank is asked to end, and a late old one is refused."""
     old = run.start(0, 1)
     run.server.wait_for("actor", 1, HANG_S)
     call = ask(run.server, "actor", 0, "sleep", timeout_s=HANG_S, seconds=60)

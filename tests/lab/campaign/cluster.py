@@ -73,7 +73,7 @@ class OnSlurm:
         return {share["node"] for shares in ranks(session.directory.root).values() for share in shares}
 
     def _lonely(self, session: Session, *nodes: str) -> list[str]:
-        """What does not leave by itself on nodes that hear nothing of the conductor any more."""
+        """List processes that do not leave by themselves on nodes that hear nothing of the conductor any more."""
         left, root = self._slurm.left, session.directory.root
         wait_until(lambda: not left(root, *nodes), LONELY_S, 0.2, 0.5)
         return [f"process {line[:160]} on {node}" for node in nodes for line in left(root, node)]
