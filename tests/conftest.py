@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slurm_cluster import Cluster
 
 MARK = "SLURM_RLHF_TEST_SESSION"
-"""In the environment of every process that this test session starts, directly or not."""
+"""A variable of every process that this test session starts, directly or not."""
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
 SETTLE = scaled(10.0)  # seconds that processes have to leave after the last test
@@ -48,7 +48,7 @@ SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHI
 """Variables that pytest sets, and libraries when they are imported."""
 
 FIRST = "test_fences.py"
-"""These tests run before all others: they say which library has changed, where the others only fail."""
+"""Name of tests that run before all others: they say which library has changed, where the others only fail."""
 
 skipped: list[tuple[str, str]] = []
 
@@ -269,7 +269,7 @@ def _is_marked(entry: Path) -> bool:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """Not the dead, and not Python's own helper of multiprocessing, which lives as long as this process."""
+    """Whether a process is alive and not Python's helper of multiprocessing, which lives as long as this one."""
     try:
         return (
             process.is_running()

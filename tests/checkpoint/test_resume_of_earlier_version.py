@@ -62,7 +62,7 @@ def responses(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_it_goes_on_bit_for_bit(tmp_path: Path, archive: str) -> None:
-    """To rounding where another CPU or other libraries compute; prompts, texts, versions and counts are equal there."""
+    """Another CPU or other libraries round otherwise; prompts, texts, versions and counts are equal there, too."""
     with tarfile.open(Path(__file__).with_name(f"{archive}.tar.xz")) as file:
         file.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "run"

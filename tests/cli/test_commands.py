@@ -88,7 +88,7 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
 
 
 def test_prompts_that_repeat_or_hold_their_answers_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `check`; and of an evaluation by the run itself, too, whose self-check looks at those that it trains on."""
+    """`check` reports both; a run reports those of an evaluation, too: its self-check sees only prompts to train on."""
     llama_like(file.parent / "model", template="{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
     (file.parent / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 9)
     asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 COUNTS = {"toml": 1500, "values": 800, "overrides": 1700, "jsonl": 2200, "nodes": 2200, "slurm": 800, "wire": 1500}
 LIMIT_S = 10.0
-"""For one input; it takes a thousandth of that."""
+"""Limit for one input, which takes a thousandth of that."""
 
 
 def fuzz(name: str) -> Callable[[Any], Any]:

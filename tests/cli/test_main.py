@@ -210,7 +210,7 @@ def test_a_broken_module_on_pythonpath_is_named(
 def test_an_error_that_names_no_file_names_its_line_and_what_replaces_calls(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of `time.sleep` under libfaketime with FAKETIME_DONT_FAKE_MONOTONIC=1."""
+    """`time.sleep` fails like this under libfaketime with FAKETIME_DONT_FAKE_MONOTONIC=1."""
 
     def sleep() -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

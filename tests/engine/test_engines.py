@@ -202,7 +202,7 @@ def test_an_update_between_two_steps(fresh: EngineProcess, broken: bool) -> None
 
 
 def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
-    """In this order only, on CPUs too, where the memory stays: on a GPU another one would read what is not there."""
+    """Parts come back in one order, on CPUs too, where memory stays: on a GPU another order would read freed memory."""
     wanted = child.requests(SAMPLING)
     before = fresh.run(child.generate, wanted)
     fresh.run(child.do, "add", wanted[0])

@@ -136,7 +136,7 @@ def test_four_ranks_give_the_same_tokens(single: RolloutFleet, model: Path, tmp_
 
 @pytest.mark.parametrize("ranks", ["single", "pair"])
 def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureRequest, ranks: str) -> None:
-    """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
+    """The first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
     fleet: RolloutFleet = request.getfixturevalue(ranks)
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
     asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
@@ -309,7 +309,7 @@ def misfits(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet, kind: str) -> None:
-    """In seconds, by name, and without handing out a response."""
+    """It is stopped in seconds, by name, and hands out no response."""
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
     asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]

@@ -168,7 +168,7 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
 
 
 def test_a_rank_of_torchrun_meets_the_others_on_its_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They meet in a thread of their own, which does not have the GPU of the main thread."""
+    """Ranks meet in a thread of their own, which does not have the GPU of the main thread."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -117,7 +117,7 @@ class Roles:
 
 
 class Weights:
-    """In place of `WeightSync`."""
+    """Stands in for `WeightSync`."""
 
     def connect(self, parameters: object, engines: list[int]) -> None: ...
 

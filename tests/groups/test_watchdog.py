@@ -156,7 +156,7 @@ def error_of(call: Future[Any]) -> RunError:
 
 
 def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(tmp_path: Path) -> None:
-    """Its heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
+    """The rank's heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
     with watched(tmp_path, hang_s=HANG_S, limit_s=scaled(5.0)) as run:
         error = error_of(run.call(1, "hold_the_lock"))
         assert isinstance(error, RoleDied)

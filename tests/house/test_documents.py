@@ -50,7 +50,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("added", RECIPES)
 def test_a_recipe_lists_every_file_that_one_touches(added: str) -> None:
-    """And no more: the numbered lines, each of which begins with its file."""
+    """A recipe has no other numbered lines, and each of them begins with its file."""
     count, said, names = RECIPES[added]
     recipe = CONTRIBUTING.split(f"\n## Add {added}\n")[1].split("\n## ")[0]
     steps = re.findall(r"^\d+\. `([^`]+)`", recipe, re.MULTILINE)

@@ -209,7 +209,7 @@ def _assignments(scope: ast.AST) -> list[tuple[ast.AST, list[str]]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of `body`, and those under its `if`, `try` and `with`."""
+    """Yield the statements of `body`, and those under its `if`, `try` and `with`."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody"):
@@ -255,7 +255,7 @@ def test_the_installed_library_has_what_the_fence_uses(fence: Path) -> None:
 
 
 def test_private_names_of_others_are_used_in_fences_only() -> None:
-    """Nor a submodule of vLLM, DeepSpeed or transformers: only the packages themselves are public."""
+    """Submodules of vLLM, DeepSpeed and transformers are private, too: only the packages themselves are public."""
     outside = sorted(set(ROOT.rglob("*.py")) - set(fences()))
     assert [
         f"slurm_rlhf/{module.relative_to(ROOT)}:{line}: {text} belongs into _<library>.py of its room"

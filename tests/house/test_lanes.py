@@ -104,7 +104,7 @@ def test_after_the_limit_the_lanes_are_interrupted_and_say_what_failed(tmp_path:
 
 
 def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
-    """Also files that nobody has named to a lane. Empty ones stand for this checkout's, in the same folders."""
+    """Files that no lane names are in one, too. Empty files stand for this checkout's, in the same folders."""
     files = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
     files += [Path("runs", "test_new.py"), Path("newroom", "test_new.py")]
     for file in files:

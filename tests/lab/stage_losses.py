@@ -137,7 +137,7 @@ def _ours(case: Case, directory: Path, model: Path, reference: Path, examples: l
     batch = found.experience.select(found.rows(range(len(found))))
     gradient: dict[str, Any] = {}
 
-    def kept() -> dict[str, float]:  # in place of the optimizer's step
+    def kept() -> dict[str, float]:  # stands in for the optimizer's step
         for name, parameter in trainer.backend.module.named_parameters():
             known = name.replace("value_head", "score") if case.stage == "rm" else name.removeprefix("model.")
             gradient[known] = parameter.grad.clone()

@@ -1,4 +1,4 @@
-"""Who joins which collectives, and who is named when one of them is slow or does not work."""
+"""Collectives with their members, and who is named when one of them is slow or does not work."""
 
 from __future__ import annotations
 

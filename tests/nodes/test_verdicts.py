@@ -69,7 +69,7 @@ def test_good_nodes_pass() -> None:
     assert report.notes() == []
     names = {check.name for check in report.checks}
     assert {"names", "interfaces", "clocks", "packages", "run directory", "limits", "GPUs"} <= names
-    uncounted = {node: facts(node, free_files=-1) for node in NODES}  # by a file system that has no inodes
+    uncounted = {node: facts(node, free_files=-1) for node in NODES}  # the file system has no inodes
     assert examined(nodes=uncounted).verdict == OK
 
 

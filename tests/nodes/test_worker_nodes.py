@@ -1,4 +1,4 @@
-"""Where reward.workers_num_nodes and cluster.spares count: layout, preflight, a step, a job that is submitted."""
+"""reward.workers_num_nodes and cluster.spares in the layout, the preflight, a step and a job that is submitted."""
 
 from __future__ import annotations
 

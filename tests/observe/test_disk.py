@@ -73,7 +73,7 @@ def test_an_error_of_a_role_counts_where_little_is_free(tmp_path: Path, free: Si
                 raise error
     assert remedy(OSError(errno.EFBIG, "File too large"), tmp_path) == "Raise that limit"
     assert remedy(OSError(errno.EIO, "Input/output error"), tmp_path) == "Set run_dir to another disk"
-    free.f_flag = 0  # it was another disk of the role
+    free.f_flag = 0  # another disk of the role was read-only
     assert refusal(RemoteError("save: [Errno 30] Read-only file system"), tmp_path) == ""
 
 

@@ -203,7 +203,7 @@ def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_
 
 
 def test_a_summary_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that readers find a whole one after a crash of the node, too."""
+    """Readers find a whole one after a crash of the node, too."""
     synced: list[str] = []
     flush = os.fsync
 

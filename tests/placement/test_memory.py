@@ -316,7 +316,7 @@ def test_saved_bytes_of_all_families(variant: str, dtype: int, checkpointing: st
 
 @pytest.mark.parametrize("variant", ["qwen2", "gemma"])
 def test_saved_bytes_under_autocast(variant: str) -> None:
-    """As at ZeRO stage 0 in bf16, with autocast's copies of the matrices; the head was not run."""
+    """ZeRO stage 0 in bf16 saves these, with autocast's copies of the matrices; the head was not run."""
     counted, computed = counted_and_computed(variant, 2, "off", "sdpa", autocast=True)
     assert computed == pytest.approx(counted, rel=0.15)
 

@@ -1,4 +1,4 @@
-"""When an engine takes new weights: behind the responses in flight, or under them. The engine itself is scripted."""
+"""An engine takes new weights behind the responses in flight, or under them. The engine itself is scripted."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_keys_that_were_changed_are_listed_with_both_values(tmp_path: Path) -> N
 
 
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
-    """Also where it differs in its middle alone, where the first is gone, or where it was replaced in its place."""
+    """A model is another one if its middle alone differs, if the first is gone, or if it was replaced in its place."""
     weights = bytes(100_000) + b"a" * 40_000 + bytes(100_000)
     first, moved, other = (
         {str(path): model_contents(path)}

@@ -1,4 +1,4 @@
-"""From responses to experience: rewards, corrections, weights of the loss, and optimizer steps."""
+"""The way from responses to experience: rewards, corrections, weights of the loss, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
 
 
 def test_a_response_that_the_actor_has_left_behind_is_dropped_beyond_the_delta() -> None:
-    """Where its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
+    """Its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
     for delta, kept in ((0.5, 0), (0.6, 1)):
         config, batch = config_of(f"algo.correction.off_policy_delta={delta}"), unlike()
         batch.columns["rollout_logprobs"][3] = math.log(0.9)

@@ -107,7 +107,7 @@ def test_a_token_without_a_log_prob_of_the_engine_is_not_trained_on(logprob: flo
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
-    """With rollout.mask_truncated; without it all of them are. Every term has the mask, or weights, or both."""
+    """rollout.mask_truncated does it; without it all responses count. Every term has the mask, or weights, or both."""
     keys = {"policy_loss_type": "gspo", "entropy_coef": 0.1, "nll_coef": 0.1}
     kl: dict[str, object] = {"algo__kl__use_loss": True, "algo__kl__estimator": "k2", "algo__kl__init_coef": 0.5}
     run = Run(
@@ -130,7 +130,7 @@ def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
 
 
 def test_the_turn_of_a_reward_model_counts_for_rewards() -> None:
-    """And not for the passes of other roles; without one nothing is waited for before these."""
+    """Other roles' passes do not count there; without a reward model nothing is waited for before them."""
     for roles, begin in ((["actor", "reward"], ["forward", "reward", "forward", ""]), (["actor"], ["forward", ""])):
         run = Run(roles, train__colocate_all=True, algo__advantage__estimator="rloo")
         assert run.phases[: len(begin) + 1] == [*begin, "reward"]

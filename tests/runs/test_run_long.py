@@ -91,7 +91,7 @@ class History:
 
 
 def slope_per_100(points: Sequence[tuple[float, float]]) -> float:
-    """By how much the second number of the points grows in 100 of the first: Theil and Sen's median of slopes.
+    """Compute the growth of the second number per 100 of the first: Theil and Sen's median of slopes.
 
     A few points that lie apart, as while a report is being written, do not tilt it.
     """

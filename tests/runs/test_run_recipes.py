@@ -140,7 +140,7 @@ FILTERED = (
 
 
 def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
-    """Which prompts come next, how many a round has and which engine gets them: all as if nothing had happened."""
+    """The next prompts, their number in a round and their engines are as if nothing had happened."""
     config = workspace(tmp_path, PARITY)
     world = (*FILTERED, "--vllm.num_engines=2", "--ckpt.save_steps=1")
     finished(config, tmp_path / "whole", *world)

@@ -119,7 +119,7 @@ def test_its_ranks_were_forked_from_a_warm_process(whole: tuple[Path, str]) -> N
 
 
 def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
-    """In a browser, and its data."""
+    """The report has the run's data, and a browser draws it."""
     run_dir, _ = whole
     files = RunFiles.read(RunDirectory(run_dir))
     kinds = [event.event for event in files.events if event.event != "warning"]
@@ -234,7 +234,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 
 
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
-    """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
+    """It goes on from the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
     words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
     output = finished(config, run_dir, *words)

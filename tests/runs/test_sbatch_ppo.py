@@ -80,7 +80,7 @@ def models(size: str) -> Models:
 def test_memory_is_there_on_common_machines(
     name: str, gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `plan`, as a user would ask; engines hold all sequences that come at once, and trainers have a margin."""
+    """`plan` says so, as to a user; engines hold all sequences that come at once, and trainers have a margin."""
     model = make_shape(tmp_path / "model", MODELS[name])
     words = ["plan", str(SBATCH / f"{name}.toml"), f"--actor.model_name_or_path={model}", f"--gpu={gpu}", "--json"]
     assert main([*words, f"--nodes={NODES[name]}", f"--gpus_per_node={ON_A_NODE[name]}"]) == 0

@@ -145,7 +145,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
 
 
 def wait_for_engines(slurm: Cluster, output: Path, engines: set[int]) -> None:
-    """Until each of them has answered."""
+    """Wait until each of the engines has answered."""
     slurm.wait_until(lambda: {line["engine"] for line in lines_of(output)} >= engines, f"answers of engines {engines}")
 
 

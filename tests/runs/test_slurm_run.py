@@ -68,13 +68,13 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     killed = rf"rank \d of engine \d on {engine['node']} \(pid \d+\) was killed by SIGKILL"
     assert re.search(rf"engine 0 on {engine['node']} is lost: {killed}. 0 of 1 engines go on", words), words
     assert re.search(r"error: role actor died: rank \d on gpu003 ", words), words
-    assert not slurm.left(first, *slurm.names)  # though no batch step ended
+    assert not slurm.left(first, *slurm.names)  # no batch step had to end for that
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation")
     assert_a_killed_rank_is_started_again(slurm, second)
     assert slurm.job(job)["Restarts"] == "0"
     assert_hang_is_reported_every_node(slurm, second, holds)
 
-    slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
+    slurm.cluster("crash", "gpu002")  # one of the actor's ranks is there: the other's collective breaks at once
     slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job")
     slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes")
     # Slurm had not informed the job: its node still counts as alive.

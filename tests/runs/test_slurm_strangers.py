@@ -33,7 +33,7 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
     recorded = record(endpoint, RunKeys.load(run_dir / ".control" / "keys.json"), "actor", 2)
 
     def ports() -> list[Listening]:
-        """Those that another machine reaches. srun is Slurm's own."""
+        """List the ports that another machine reaches. srun is Slurm's own."""
         ours = [
             pid
             for node in slurm.names[:2]

@@ -155,7 +155,7 @@ class Fixed(Engines):
 
 
 class Graded:
-    """In place of `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
+    """Stands in for `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         scores = [t.prompt % 5 / 5 + 0.1 * (-1) ** t.sample for t in trajectories]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # Answers as vLLM samples them, with the log-probs of the tokens.
 KEPT = (".control", "logs", "session.json")
-"""In the directory of every run."""
+"""Names in the directory of every run."""
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams

@@ -32,7 +32,7 @@ OPTIONS = (
 
 
 def chromium() -> str:
-    """Its path; the test skips where there is none, which conftest.py does not allow under CI."""
+    """Return the browser's path; the test skips where there is none, which conftest.py does not allow under CI."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip("no chromium here: tests/run.sh installs it as root on Debian and Ubuntu")

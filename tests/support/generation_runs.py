@@ -66,7 +66,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def written(file: Path) -> int:
-    """How many whole lines an output has."""
+    """Count the whole lines of an output."""
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 

@@ -17,7 +17,7 @@ from gpu_streams import Streams
 
 @dataclass
 class Properties:
-    """As torch.cuda.get_device_properties gives them; its fields are compared with the stub's."""
+    """Holds what torch.cuda.get_device_properties gives; its fields are compared with the stub's."""
 
     name: str
     uuid: str
@@ -88,7 +88,7 @@ class Cuda:
         self._local.index = index
 
     def _device(self, device: Any = None) -> torch.device:
-        """With its number. Raises RuntimeError for one that is not there."""
+        """Return a device with its number. Raises RuntimeError for one that is not there."""
         if device is None:
             return torch.device("cuda", self._current)
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -50,7 +50,7 @@ class Ledger:
         self._entered = 0
 
     def enter(self, low: int, high: int, does: str, at: tuple[int, int]) -> str:
-        """This process `does` ("reads", "writes") something at these bytes; who stands in the way, if anybody does."""
+        """Enter that this process `does` ("reads", "writes") something at these bytes; return whose use forbids it."""
         with self._uses() as uses:
             for process, start, end, other, *_ in uses:
                 if process != self._me and start < high and low < end and "writes" in (does, other):

@@ -246,7 +246,7 @@ class ProcessGroupNCCL:
 
 
 def held_back() -> int:
-    """How many operations of this thread are open, in whatever group: NCCL starts nothing before they end."""
+    """Count the open operations of this thread, in whatever group: NCCL starts nothing before they end."""
     return getattr(_open, "operations", 0)
 
 

@@ -148,7 +148,7 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
 
 
 def unpacked_on_a_gpu() -> int:
-    """How many modules were looked at around a reload: none, weights are used as they are loaded."""
+    """Count the modules that were looked at around a reload: none, weights are used as they are loaded."""
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 

@@ -95,7 +95,7 @@ def of_binding(text: str) -> list[inspect.Signature]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Cut a text at the commas outside of brackets."""
     items, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "([<{") - (letter in ")]>}")
@@ -197,7 +197,7 @@ def bound(
 
 
 def _complaint(real: inspect.Signature, fake: inspect.Signature) -> str:
-    """Why a call that `fake` accepts would fail at `real`; empty where none would."""
+    """Say why a call that `fake` accepts would fail at `real`; empty where none would."""
     theirs, mine = dict(real.parameters), dict(fake.parameters)
     kinds = {parameter.kind for parameter in theirs.values()}
     for parameter in mine.values():

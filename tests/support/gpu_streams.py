@@ -158,7 +158,7 @@ class Streams:
         return before
 
     def catch_up(self) -> None:
-        """Before the current stream does anything."""
+        """Settle the current stream before it does anything."""
         self.current().settle()
 
     def touched(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], stream: Any = None) -> None:

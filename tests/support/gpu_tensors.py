@@ -249,7 +249,7 @@ class DeviceMode(TorchFunctionMode):
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Which GPUs the processes of a test get: none in the ordinary run, the acceptance kit's where it says so.
+"""GPUs for the processes of a test: none in the ordinary run, the acceptance kit's where it says so.
 
 The kit names them in one variable, and the helpers that start whole runs or single ranks ask here.
 """

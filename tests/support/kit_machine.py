@@ -27,7 +27,7 @@ if dist.is_nccl_available():
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 print(json.dumps(found))
 """
-"""In a process of its own: this one touches no GPU."""
+"""A program for a process of its own: this one touches no GPU."""
 
 
 def machine(environ: dict[str, str] | None = None) -> dict[str, Any]:

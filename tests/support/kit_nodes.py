@@ -55,7 +55,7 @@ def sync(place: Place) -> Finding:
     first, second = place.nodes[:2]
     backend = place.backend("nccl")
     ranks = min(2, len(place.gpus))
-    for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
+    for name in STEP_VARIABLES:  # otherwise srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
     spec = Spec(
         parameters_of(20 << 20 if place.rehearse else 2 << 30),

@@ -66,7 +66,7 @@ def ppo_tp1(place: Place) -> Finding:
 
 
 def ppo_tp2(place: Place) -> Finding:
-    """With fewer than four GPUs colocated, two ranks each."""
+    """Run with engines of two ranks, which are colocated where there are fewer than four GPUs."""
     words = ["--vllm.tensor_parallel_size=2", "--vllm.enforce_eager=true"]
     if len(place.gpus) >= 4:
         return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]

@@ -35,7 +35,7 @@ SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 engine: Any = None
 directory = Path()
 lora = Lora()  # settings of the engine's adapters
-switches: list[Callable[[], None]] = []  # to call before the next engine is made
+switches: list[Callable[[], None]] = []  # called before the next engine is made
 models: dict[tuple[Path, int, int], Any] = {}
 
 
@@ -49,7 +49,7 @@ class EngineProcess:
         return self._pool.submit(function, *args, **named).result(timeout=HANG_S)
 
     def end(self) -> None:
-        """Without taking the interpreter down in style, which takes vLLM and torch seconds."""
+        """End it without taking the interpreter down in style, which takes vLLM and torch seconds."""
         with suppress(BrokenProcessPool):
             self._pool.submit(os._exit, 0).result(timeout=HANG_S)
         self._pool.shutdown()

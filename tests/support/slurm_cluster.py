@@ -43,7 +43,7 @@ OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 
 def missing() -> str:
-    """Why this machine cannot have the cluster; empty if it can."""
+    """Say why this machine cannot have the cluster; empty if it can."""
     if os.geteuid() != 0:
         return "needs Slurm: only root can start its nodes"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -130,7 +130,7 @@ class Cluster:
         return time.monotonic() - start
 
     def state(self) -> str:
-        """Its nodes with what runs on them, its jobs that are not over, and the end of what the last jobs printed."""
+        """Describe nodes with what runs on them, jobs that are not over, and the last lines of the last jobs."""
         jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
         running = [f"{node}: {line[:200]}" for node in self.names for line in self.processes(node)]
         logs = [BASE / "log" / f"{name}.log" for name in ("slurmctld", *(f"slurmd.{node}" for node in self.names))]

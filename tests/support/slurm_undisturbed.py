@@ -43,7 +43,7 @@ class Calm:
     run_dir: Path
     work: Path
     held: range  # ports of its first node that were taken when it started
-    start_s: float  # to its first step
+    start_s: float  # seconds to its first step
     saved_at: int  # the step after which it saved
 
     @property

@@ -112,7 +112,7 @@ def make_weights(seed: int, layers: int = 12) -> list[tuple[str, Any]]:
 
 
 def _device() -> Any:
-    """Where a rank has its weights: on its GPU, if it has one."""
+    """Return the device on which a rank has its weights: its GPU, if it has one."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -31,7 +31,7 @@ from slurm_rlhf.cluster.processes import PARENT
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
-"""In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
+"""A variable of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
 RANK = "slurm_rlhf.ranks.rank_process"
 MODULES = ("slurm_rlhf.cli", "slurm_rlhf.nodes.agent", "slurm_rlhf.ranks.torchrun", RANK, TORCHRUN)
@@ -121,7 +121,7 @@ class WarmRun(Forked):
 
     def printed(self) -> str:
         """Return what the process printed so far."""
-        # At a place of the reader's own: the run shares the file's.
+        # The reader has a place of its own: the run shares the file's.
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 

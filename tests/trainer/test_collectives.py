@@ -91,7 +91,7 @@ class Wire:
 
 
 class Trace:
-    """How often ZeRO-3 gathered each parameter and gave up the order of modules that it prefetches by."""
+    """Counts how often ZeRO-3 gathered each parameter and gave up the order of modules that it prefetches by."""
 
     def __init__(self) -> None:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator

@@ -37,7 +37,7 @@ def adapted(model: Any, targets: tuple[str, ...] = ("all-linear",)) -> Any:
 
 
 def numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Its parameters in float64, the adapters as leaves of a graph."""
+    """A model's parameters in float64, the adapters as leaves of a graph."""
     named = {name: p.detach().double() for name, p in model.named_parameters()}
     return {name: value.requires_grad_() if is_adapter(name) else value for name, value in named.items()}
 

@@ -173,7 +173,7 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
     rank, now, behind = trainer.world.rank, out / f"{name}.{dtype}", out / f"{name}.{dtype}.behind"
     for directory in (now, behind):
         directory.mkdir(exist_ok=True)
-    torch.rand(rank + 1)  # so that the random state is the rank's own
+    torch.rand(rank + 1)  # makes the random state the rank's own
     assert trainer.save(now).done()
     save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{rank}")
     with writing_held() as free:
@@ -193,7 +193,7 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
         save_file(result, out / f"{name}.{dtype}.safetensors")
         (out / f"{name}.{dtype}.json").write_text(json.dumps(metrics))
     refuse(trainer, out)
-    torch.distributed.barrier()  # before another rank reads what rank 0 has written
+    torch.distributed.barrier()  # rank 0 has written what another rank reads next
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def load_and_go_on(name: str, dtype: str, out: Path, writers: dict[str, Path]) -
 
 
 def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
-    """As on a GPU, where the host has other memory: whoever still looks at the old one reads NaN."""
+    """Move the state as on a GPU, where the host has other memory: whoever still looks at the old one reads NaN."""
     from slurm_rlhf.trainer import deepspeed, optimizer_state
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -272,7 +272,7 @@ def refuse(trainer: Any, out: Path) -> None:
 def one_rank_lacks_a_gradient() -> None:
     """An expert that no row of this rank reaches has the gradient of the other ranks' rows on all."""
     found = []
-    for routed in (True, False):  # on other ranks than rank 0
+    for routed in (True, False):  # reached by rows of all ranks, then by rows of rank 0 alone
         trainer = make("plain", "fp32")
         trainer.accumulate(loss_of(trainer.forward, 0, [0, 1], routed or trainer.world.rank == 0), last=True)
         assert all(parameter.grad is not None for parameter in trainer.module.parameters())

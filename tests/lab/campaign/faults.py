@@ -44,8 +44,8 @@ class Fault:
     does: str = HURTS
     says: str = ""  # {pid} stands for the process that was hit
     needs: str = ""  # "": any machine; "root": one that may mount a small disk; "slurm": one with Slurm
-    apart: bool = False  # on a copy of the run's directory, which is not used again
-    limit_s: float = 60.0  # in which it has to be detected
+    apart: bool = False  # it strikes a copy of the run's directory, which is not used again
+    limit_s: float = 60.0  # the fault has to be detected within this time
     each: int = 1  # ranks of a role on a node of the cluster
 
     @property

@@ -120,14 +120,14 @@ class Leader:
         self._session: Session | None = None
         self._chain = 0
         self._start_s = 2 * START_DELAY_S  # the shortest start so far
-        self._waiting: list[Case] = []  # for a session that shows whether the same command goes on
-        self._borne: list[Case] = []  # for the end of the session in which they were
+        self._waiting: list[Case] = []  # cases that need a session which shows whether the same command goes on
+        self._borne: list[Case] = []  # cases that are judged at the end of their session
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others; the last ones at the end."""
         self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
         try:
-            # Those with runs of their own come last: meanwhile the other run would go on and on.
+            # Faults with runs of their own come last: meanwhile the other run would go on and on.
             for fault in sorted(faults, key=_stands_apart):
                 if _stands_apart(fault):
                     yield from self._last()

@@ -36,7 +36,7 @@ class Observation:
     nodes: tuple[str, ...] = ()  # nodes that were hit
     checkpoint: int = 0  # the newest whole one by then
     detected_s: float | None = None  # from the fault to the first sign that the run gives of it
-    ended_s: float | None = None  # to the end of the conductor; None: it went on
+    ended_s: float | None = None  # from the fault to the end of the conductor; None: it went on
     exit_code: int | None = None
     went_on: bool = False  # it did steps after the fault in the same session, or was done
     requeued: bool = False  # Slurm started its job again
@@ -64,7 +64,7 @@ class Row:
     phase: str
     hit: str
     detected_s: float | None
-    limit_s: float  # in which it had to be
+    limit_s: float  # the limit of `detected_s`
     culprit: bool | None  # None: there is nothing to name
     said: str
     outcome: str
