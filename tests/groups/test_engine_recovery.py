@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,6 @@ from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 3.0
 RANK = {0: 0, 1: 2}  # engine -> its leader
 TOPOLOGY = Topology.uniform(["n1", "n2"], 4)
@@ -61,8 +59,7 @@ class Engines:
         for rank in ranks:
             log = self.directory.role_log("rollout", node, rank)
             words = [self.endpoint, self.directory.keys, "rollout", rank, 4, LIMIT, log, node]
-            command = [sys.executable, hang_peer.__file__, *map(str, words)]
-            started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+            started.append(hang_peer.started(*words))
         self.of[engine] = started
 
     def ended(self) -> list[tuple[int, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hang_peer
 import pytest
+from hang_peer import HangPeers
 from programs import completed
 from waiting import HANG_S, scaled, until
 
@@ -25,7 +24,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import MOST_RESTARTS, Watchdog
-from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
@@ -59,35 +57,20 @@ with Stop(Path("{path}")) as stop:
 """
 
 
-class Peers:
+class Peers(HangPeers):
     """Implements `nodes.launcher.Launcher`, and its agents: two ranks of the actor on n1."""
 
-    address = "127.0.0.1"
-    engines = None
-
     def __init__(self, directory: RunDirectory, limit: float) -> None:
-        self.agents = self
-        self.directory, self.limit = directory, limit
-        self.started: list[subprocess.Popen[bytes]] = []
+        super().__init__(directory)
+        self.agents, self.limit = self, limit
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         for rank in range(2):
-            log = self.directory.role_log(role, "n1", rank)
-            words = [endpoint, self.directory.keys, role, rank, 2, self.limit, log]
-            command = [sys.executable, hang_peer.__file__, *map(str, words)]
-            self.started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
-
-    def ended(self) -> list[Ended]:
-        return []
+            self.add(endpoint, role, rank, self.limit, self.directory.role_log(role, "n1", rank))
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
         return [look("n1", pids["n1"])]
-
-    def stop(self, done: bool, grace_s: float) -> None:
-        for process in self.started:
-            process.kill()
-            process.wait()
 
 
 class Watched:

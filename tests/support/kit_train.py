@@ -41,7 +41,7 @@ def lora(place: Place) -> Finding:
     """Adapters go to an engine that has the base model, on the GPU that both share."""
     words = ["--lora.rank=8", "--lora.alpha=16", "--actor.learning_rate=0.01", "--algo.kl.init_coef=0.05"]
     words += ["--algo.advantage.estimator=group_norm", "--vllm.enforce_eager=true"]
-    finding, rows = _ppo(place, "bf16", "ipc", *words, *colocated(1))
+    finding, rows = ppo_run(place, "bf16", "ipc", *words, *colocated(1))
     moved = max(row["kl"] for row in rows)
     assert moved > 1e-4, f"the policy with its adapter is still the base model: KL {moved:.1e} after {STEPS} steps"
     return Finding(f"{finding.figure}; KL to the base {moved:.1e}", {**finding.figures, "kl": moved})
@@ -53,7 +53,7 @@ def ppo_colocated(place: Place) -> Finding:
     On two of four or more: then each role has ranks on both, and an engine on each takes the weights of its GPU.
     """
     words = [f"--vllm.enforce_eager={str(place.rehearse).lower()}", "--ds.enable_sleep=true"]
-    finding, rows = _ppo(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
+    finding, rows = ppo_run(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
     freed = min(row["perf/sleep_freed_bytes"] for row in rows) / 2**30
     assert place.rehearse or freed > 0.5, f"the sleeping engine freed {freed:.2f} GiB only"
     stated = "sleep frees nothing on CPUs" if place.rehearse else f"{freed:.1f} GiB freed by sleep"
@@ -62,15 +62,15 @@ def ppo_colocated(place: Place) -> Finding:
 
 def ppo_tp1(place: Place) -> Finding:
     """Weights go from GPU to GPU."""
-    return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", "--vllm.enforce_eager=true")[0]
+    return ppo_run(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", "--vllm.enforce_eager=true")[0]
 
 
 def ppo_tp2(place: Place) -> Finding:
     """Run with engines of two ranks, which are colocated where there are fewer than four GPUs."""
     words = ["--vllm.tensor_parallel_size=2", "--vllm.enforce_eager=true"]
     if len(place.gpus) >= 4:
-        return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]
-    return _ppo(place, "bf16", "ipc", *words, *colocated(2, engines=1))[0]
+        return ppo_run(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]
+    return ppo_run(place, "bf16", "ipc", *words, *colocated(2, engines=1))[0]
 
 
 def colocated(gpus: int, engines: int = 0) -> list[str]:
@@ -79,7 +79,7 @@ def colocated(gpus: int, engines: int = 0) -> list[str]:
     return words + [f"--{role}.num_gpus_per_node={gpus}" for role in ("actor", "critic", "ref")]
 
 
-def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:
+def ppo_run(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:
     """A run of the tests' workspace."""
     config = workspace(Path(place.scratch, "work"))
     stated = [f"--ds.param_dtype={dtype}", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
