@@ -1,4 +1,4 @@
-"""Requests to stop a run: signals, the clock, files."""
+"""Requests to stop a run: signals, the clock, files; and where the run listens for them."""
 
 from __future__ import annotations
 

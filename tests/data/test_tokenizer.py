@@ -128,7 +128,7 @@ def test_bad_directory(tmp_path: Path, name: str, content: str | None, named: st
 
 
 TEMPLATES = {
-    # Llama 3.1 asks like this: the template sets a variable where none is given, and has tools unless it is none.
+    # Llama 3.1 asks like this: the template sets a variable where none is given, and has no tools if it is none.
     "defined": (
         "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
         "{{- bos_token }}{%- if tools is not none %}{{- 'Environment: ipython' }}{%- endif %}"

@@ -54,7 +54,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
         assert login.poll() is None, login.communicate()[0]
         slurm.wait_until(lambda: steps(second) >= 2, "second step of the other run")
         assert_devices(slurm, first, second)
-        assert_doors(slurm, first, second)
+        assert_ports_are_ours_alone(slurm, first, second)
         allocation = int(json.loads((first / "session.json").read_text())["job_id"])
         assert {slurm.job(number)["JobState"] for number in (job, allocation)} == {"RUNNING"}
         (engine,) = json.loads((first / "rank_map.json").read_text())["roles"]["rollout"]
@@ -160,7 +160,7 @@ def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
     assert granted[first, "gpu003"] == ["4", "5"]
 
 
-def assert_doors(slurm: Cluster, *run_dirs: Path) -> None:
+def assert_ports_are_ours_alone(slurm: Cluster, *run_dirs: Path) -> None:
     """Check that ports listen on loopback or the node's address in the cluster: torchrun's stores, too, as with GPUs.
 
     The keys are in a file that nobody else can read, and in no command line, environment, log or record of the job.

@@ -325,7 +325,7 @@ def escapes(kind: str, hostile: Hostile) -> list[str]:
 
 
 def _known(kind: str, hostile: Hostile) -> bool:
-    """Whether `commands.LACKS` names the escape: in Landlock's sandbox a program may make files without end."""
+    """Whether `commands.LACKS` names the escape: under Landlock any number of files may be made, up to a size each."""
     return kind == "landlock" and hostile.family == "full disk" and "f%d" in hostile.code
 
 

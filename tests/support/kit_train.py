@@ -19,7 +19,7 @@ from training_runs import metrics, train, workspace
 
 STEPS = 3
 APART = 2e-5
-"""Bound of a parameter's difference between one rank and two, after three steps of at most 1e-4 in fp32."""
+"""Bound between one rank and two, for any parameter after three steps of at most 1e-4 in fp32: sums differ in order."""
 LOGPROBS = {"fp32": 1e-4, "bf16": 6e-2}
 """Bound of `rollout_logprob_diff`, as in kit_engine."""
 
