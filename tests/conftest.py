@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from slurm_cluster import Cluster
 
 MARK = "SLURM_RLHF_TEST_SESSION"
-"""In the environment of every process that this test session starts, directly or not."""
+"""A variable of every process that this test session starts, directly or not."""
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
 SETTLE = scaled(10.0)  # seconds that processes have to leave after the last test
@@ -48,7 +48,7 @@ SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHI
 """Variables that pytest sets, and libraries when they are imported."""
 
 FIRST = "test_fences.py"
-"""These tests run before all others: they say which library has changed, where the others only fail."""
+"""Name of tests that run before all others: they say which library has changed, where the others only fail."""
 
 skipped: list[tuple[str, str]] = []
 
@@ -133,7 +133,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Of the acceptance kit on GPUs, `-m gpu`."""
+    """Add the options of the acceptance kit on GPUs, `-m gpu`."""
     group = parser.getgroup("gpu", "the acceptance kit on GPUs (-m gpu)")
     group.addoption("--rehearse", action="store_true", help="run the kit on CPUs: no figure is a GPU's")
     group.addoption("--gpu_report", default="", metavar="DIR", help="where gpu_report.md and .json go [the checkout]")
@@ -225,7 +225,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if "warm_runs" in sys.modules:
         sys.modules["warm_runs"].end()
     gc.unfreeze()
-    gc.collect()  # what ends with an object that is garbage, as the process that renders a chat template
+    gc.collect()  # ends what belongs to an unused object, such as the process that renders a chat template
     deadline = time.monotonic() + SETTLE
     while (left := _leftovers()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -269,7 +269,7 @@ def _is_marked(entry: Path) -> bool:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """Not the dead, and not Python's own helper of multiprocessing, which lives as long as this process."""
+    """Whether a process is alive and not Python's helper of multiprocessing, which lives as long as this one."""
     try:
         return (
             process.is_running()

@@ -1,4 +1,4 @@
-"""What travels between an episode and its environment, which lives in another process."""
+"""Records that travel between an episode and its environment, which lives in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the conductor has agents start, what it asks of a node and what it gets: records that travel as JSON."""
+"""Records that travel as JSON: what the conductor has agents start, what it asks of a node and what it gets."""
 
 from __future__ import annotations
 

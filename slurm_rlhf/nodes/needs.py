@@ -1,4 +1,4 @@
-"""What a run needs of its nodes, from its configuration and rank map, and what is left of the user's quota.
+"""Compute what a run needs of its nodes, from its configuration and rank map, and what is left of the user's quota.
 
 Pure rules judge whether the GPUs that the nodes report are what it needs.
 """

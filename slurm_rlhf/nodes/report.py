@@ -1,4 +1,4 @@
-"""What a preflight found: checks with their findings, as a table, as JSON, as an error."""
+"""The report of a preflight: checks with their findings, as a table, as JSON, as an error."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
         rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
-        refused = _CALLS["never"] | (_CALLS["never_beside_others"] if kind == "landlock" else {})
+        refused = _CALLS["never"] | (_CALLS["never_with_others"] if kind == "landlock" else {})
         rules["refused"] = [*refused.values()]
         words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a stage leaves behind while it trains: metrics, a log, a checkpoint; and the signals that stop it."""
+"""Files that a stage writes while it trains: metrics, a log, a checkpoint; and the signals that stop it."""
 
 from __future__ import annotations
 

@@ -306,13 +306,13 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._told: set[Peer] = set()
+        self._terminated: set[Peer] = set()
         self._noticed = False
 
     def note(self, peer: Peer, ranks: Iterable[Peer], count: int) -> None:
         """Note that `peer` got SIGTERM. If `count` of `ranks`, the present ranks of its role, got it: a preemption."""
         log.info("%s was asked to terminate", peer)
-        self._told.add(peer)
-        if not self._noticed and sum(each in self._told for each in ranks) == count:
+        self._terminated.add(peer)
+        if not self._noticed and sum(each in self._terminated for each in ranks) == count:
             self._noticed = True
             threading.Timer(timeouts.PREEMPTION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()

@@ -83,7 +83,7 @@ def test_off_policy_mask_by_hand() -> None:
     assert weights_of(None, inputs, delta=0.25) == [1] * 6
     both = weights_of(PRESETS["tis"], inputs, delta=0.1)
     assert both == pytest.approx([0, 0, math.exp(0.3), math.exp(0.1), math.exp(-0.3), 0], rel=1e-6)
-    # What is dropped does not count as truncated, too.
+    # A token that is dropped does not count as truncated, too.
     _, metrics = correct(CorrectionRule("token", "clip", 0.95, 1.05), 0.1, *inputs)
     assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.5
 

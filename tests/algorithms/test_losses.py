@@ -286,5 +286,5 @@ def test_entropy_is_added_up_as_the_policy_loss() -> None:
     entropy = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
     loss, metrics = entropy_bonus(entropy, EVERYWHERE, 2.0, 0.1, torch.tensor([0.5, 0.5, 1.0]))
     assert loss.item() == pytest.approx(-0.1 * (1.5 + 4) / 2)
-    assert metrics["entropy"].item() == 7  # of tokens, as all metrics
+    assert metrics["entropy"].item() == 7  # a sum over tokens, as all metrics are
     assert torch.autograd.grad(loss, entropy)[0].tolist() == pytest.approx([-0.025, -0.025, -0.05])

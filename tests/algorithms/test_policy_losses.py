@@ -23,7 +23,7 @@ from slurm_rlhf.config.schema_models import Actor
 from slurm_rlhf.docs.pages import page
 
 LONGEST = 10
-LIMIT = 20.0  # of the log-ratio, where losses take exp of it
+LIMIT = 20.0  # bound of the log-ratio where losses take exp of it
 
 
 def inputs_of(ratios: list[float], advantages: list[float], old: float = 0.25, **changes: Any) -> PolicyInputs:
@@ -94,13 +94,13 @@ def test_sapo_by_hand() -> None:
 
 
 def test_dppo_tv_by_hand() -> None:
-    # From 0.4: to 0.8 and to 0.1 are beyond 0.3 and 0.2, in the direction of the advantage (1, 4) or against it (2, 3).
+    # Moves from 0.4 to 0.8 and to 0.1 are beyond 0.3 and 0.2, along the advantage (1, 4) or against it (2, 3).
     inputs = inputs_of([2.0, 2.0, 0.25, 0.25], [1, -1, 1, -1], old=0.4)
     loss, gradient, metrics = computed("dppo_tv", inputs)
     assert loss == pytest.approx((2 - 0.25) / 4)
     assert gradient == pytest.approx([0, 2 / 4, -0.25 / 4, 0])
     assert metrics["clip_fraction"] == 2
-    # On either side of both bounds, 0.7 and 0.2.
+    # Probabilities lie on either side of both bounds, 0.7 and 0.2.
     near = inputs_of([0.699 / 0.4, 0.701 / 0.4, 0.201 / 0.4, 0.199 / 0.4], [1, 1, -1, -1], old=0.4)
     assert computed("dppo_tv", near)[1] == pytest.approx([-0.699 / 1.6, 0, 0.201 / 1.6, 0])
     # A rare token may move by any ratio: from 0.001 to 0.1.
@@ -202,7 +202,7 @@ def test_every_loss_in_every_aggregation_however_the_step_is_cut(
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_ratios_of_e_to_the_100_in_fp32(name: str) -> None:
-    """In single precision, either way, with either advantage, in whole responses and single tokens."""
+    """Such ratios come either way, with either advantage, in whole responses and single tokens."""
     new = torch.tensor([-1e-3, -1e-3, -100, -100, -100, -0.5], requires_grad=True)
     old = torch.tensor([-100, -100, -1e-3, -1e-3, -0.5, -100])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, -1.0])

@@ -86,7 +86,7 @@ def test_the_slope_is_half_where_both_answers_are_alike(loss: str) -> None:
         found = LOSSES[loss](Pairs(chosen, half, half, half, ones, ones), 1.0, 0.0, 0.0)
     found.sum().backward()
     assert chosen.grad is not None
-    # of ORPO: the cross-entropy, and half of the slope of log(p / (1 - p))
+    # ORPO adds the slopes of the cross-entropy and of half of log(p / (1 - p)).
     wanted = -1 - 0.5 / (1 - math.exp(-0.5)) if loss == "orpo" else -0.5
     np.testing.assert_allclose(chosen.grad.numpy(), [wanted] * 2, rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""What `slurm_rlhf.train` refuses, before any process starts. A whole run: tests/runs/test_run_self_check.py."""
+"""Errors of `slurm_rlhf.train` before any process starts. A whole run: tests/runs/test_run_self_check.py."""
 
 from __future__ import annotations
 

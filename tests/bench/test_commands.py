@@ -42,7 +42,7 @@ def test_bench_rollout() -> None:
     assert_timed(result)
     assert result["bench"] == "rollout"
     assert (result["prompts"], result["max_num_seqs"], result["threads"]) == (24, 8, 1)
-    assert 1 < result["response_tokens"] < 32  # of all lengths
+    assert 1 < result["response_tokens"] < 32  # the mean of unlike lengths
     assert result["same_tokens"] > 0.9  # the same seeds on both sides
 
 

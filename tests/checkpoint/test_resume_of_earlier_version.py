@@ -37,7 +37,7 @@ EXACT = ("step", "policy_version", "response_tokens", "dynamic_filtering/prompts
 
 
 def machine() -> dict[str, Any]:
-    """What decides how sums are rounded: the CPU, the instructions it has for vectors, the libraries that use them.
+    """Return what decides how sums are rounded: the CPU, its vector instructions, the libraries that use them.
 
     Virtual machines call many CPUs by one name, so that their instructions are listed as well.
     """
@@ -52,18 +52,17 @@ def machine() -> dict[str, Any]:
 
 
 def recorded(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the earlier version recorded, too; None for what is missing."""
+    """Keep the metrics that the earlier version recorded, too; None stands for one that is missing."""
     return [{name: row.get(name) for name in theirs} for row, theirs in zip(rows, expected, strict=True)]
 
 
 def responses(run_dir: Path) -> list[dict[str, Any]]:
-    """What the run has recorded of its responses."""
     return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("archive", ARCHIVES)
 def test_it_goes_on_bit_for_bit(tmp_path: Path, archive: str) -> None:
-    """To rounding where another CPU or other libraries compute; prompts, texts, versions and counts are equal there."""
+    """Another CPU or other libraries round otherwise; prompts, texts, versions and counts are equal there, too."""
     with tarfile.open(Path(__file__).with_name(f"{archive}.tar.xz")) as file:
         file.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "run"

@@ -259,7 +259,7 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
     assert (status, out.splitlines()[-1][-13:]) == (0, "(1 in all): 1")
 
 
-def test_a_reward_beside_an_environment_is_called_with_an_episode_as_a_run_has_it(
+def test_a_reward_with_an_environment_is_called_with_an_episode_as_a_run_has_it(
     file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = """class Environment:

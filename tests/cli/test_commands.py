@@ -88,7 +88,7 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
 
 
 def test_prompts_that_repeat_or_hold_their_answers_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By `check`; and of an evaluation by the run itself, too, whose self-check looks at those that it trains on."""
+    """`check` reports both; a run reports those of an evaluation, too: its self-check sees only prompts to train on."""
     llama_like(file.parent / "model", template="{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
     (file.parent / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 9)
     asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
@@ -129,7 +129,7 @@ def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixtu
     assert main(["check", str(file)]) == 2
     out, err = capsys.readouterr()
     assert "reward.py:2: reward_func raised ZeroDivisionError" in err
-    assert "the first prompt, " in out  # what was read before is shown as it goes
+    assert "the first prompt, " in out  # findings before the failure are shown as they come
 
 
 def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -332,7 +332,7 @@ def test_plan_shows_what_a_weight_transfer_costs(file: Path, capsys: pytest.Capt
     transfer = json.loads(capsys.readouterr().out)["transfer"]
     payload = 2 * (10 * 5000 * 5000 + 1000 * 5000)
     assert transfer["bytes"] == payload
-    assert transfer["buckets"] == 2  # of 256 MiB, between GPUs
+    assert transfer["buckets"] == 2  # each at most 256 MiB, as between GPUs
     assert len(transfer["sent"]) == 12 + 4
     for link in transfer["links"].values():  # each node holds half and gets the other half
         assert link == {"out": pytest.approx(payload / 2, rel=1e-3), "into": pytest.approx(payload / 2, rel=1e-3)}

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 COUNTS = {"toml": 1500, "values": 800, "overrides": 1700, "jsonl": 2200, "nodes": 2200, "slurm": 800, "wire": 1500}
 LIMIT_S = 10.0
-"""For one input; it takes a thousandth of that."""
+"""Limit for one input, which takes a thousandth of that."""
 
 
 def fuzz(name: str) -> Callable[[Any], Any]:
@@ -99,7 +99,7 @@ TOML_VALUES = st.recursive(
 @given(st.dictionaries(WORDS.filter(bool), TOML_VALUES, min_size=1, max_size=4))
 @fuzz("values")
 def test_keys_with_any_values(folder: Path, table: dict[str, Any]) -> None:
-    """What loads is written and read back as the same, and its rules can be asked."""
+    """A configuration that loads is written and read back as the same, and its rules can be asked."""
     bare = [key for key in table if all(key.split("."))]
     file = folder / "values.toml"
     for keys in ([json.dumps(key) for key in table], bare):

@@ -210,7 +210,7 @@ def test_a_broken_module_on_pythonpath_is_named(
 def test_an_error_that_names_no_file_names_its_line_and_what_replaces_calls(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of `time.sleep` under libfaketime with FAKETIME_DONT_FAKE_MONOTONIC=1."""
+    """`time.sleep` fails like this under libfaketime with FAKETIME_DONT_FAKE_MONOTONIC=1."""
 
     def sleep() -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -263,7 +263,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def completed(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of `words`, which bash has cut at `=`."""
+    """Return the words that bash offers for the last of `words`, which bash has cut at `=`."""
     line = " ".join(f"'{word}'" for word in words)
     given = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}"
     call = f"source {script}; {given}; _slurm_rlhf; printf '%s\\n' ${{COMPREPLY[@]}}"
@@ -366,7 +366,7 @@ def test_text_of_others_is_escaped_wherever_a_command_prints_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of the process that runs the tests
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # the process that runs the tests keeps its own
     printed(tmp_path, monkeypatch)
     out = capsys.readouterr().out
     assert out.count(TAMED) >= times

@@ -1,4 +1,4 @@
-"""What `plan` shows of a run's memory, and that `train` starts nothing that cannot fit."""
+"""`plan` shows a run's memory, and `train` starts nothing that cannot fit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Bench:
         write_program(self.bin / name, f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
 
     def shown(self, word: object = None) -> str:
-        """What `status` prints of the run, or of `word`."""
+        """Return what `status` prints of the run, or of `word`."""
         assert main(["status", str(word or self.run_dir)]) == 0
         return self.capsys.readouterr().out
 
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on(bench: Bench) -> None:
         assert "pace        2 s a step, the last one 0:00 ago\n" in out
         assert "left        0:12, until " in out
         assert "its allocation ends before, Wed 00:00" in out
-    assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller a question
+    assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller for each question
 
 
 def test_a_run_that_starts_says_what_it_does(bench: Bench) -> None:
@@ -140,7 +140,7 @@ Traceback (most recent call last):
     dist.all_reduce(total)
 RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:4417
 """
-"""Of a rank whose collective fails before it misses the conductor: another has left."""
+"""Log of a rank whose collective fails before it misses the conductor: another rank has left."""
 
 
 def test_a_job_whose_first_node_is_gone(bench: Bench) -> None:
@@ -373,7 +373,7 @@ def test_a_curve_has_its_width(values: list[float | None], width: int) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_what_was_started_with_sigint_ignored(run: Path) -> None:
-    """As a script starts `command &`, nohup a command, and some batch systems a job."""
+    """SIGINT is ignored where a script starts `command &`, under nohup, and in some batch systems."""
     words = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
     with held(run):

@@ -139,7 +139,7 @@ def test_reserved_steps_are_not_steps(step_id: str) -> None:
         ({}, (0, 0, 0)),
         ({"SLURM_GPUS_ON_NODE": "4"}, None),
         ({"SLURM_GPUS": "12", "SLURM_GPUS_ON_NODE": "4"}, None),
-        # What a shell inside another job left behind: this node has another number.
+        # Left behind by a shell inside another job: this node has another number of GPUs.
         ({"SLURM_GPUS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}, None),
         ({"SLURMD_NODENAME": ""}, None),
     ],

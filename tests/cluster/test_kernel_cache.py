@@ -203,7 +203,7 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
     leave(cache)
 
 
-def test_a_rank_that_holds_the_door_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_holds_the_lock_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
     root = take().directory.parent.parent
     monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
     way = local_directory._try_lock(root)

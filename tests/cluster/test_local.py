@@ -1,4 +1,4 @@
-"""What one machine is: its GPUs, its addresses, and directories that only it sees."""
+"""Facts of one machine: its GPUs, its addresses, and directories that only it sees."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_every_state_of_slurm_is_named_with_what_it_means() -> None:
     assert set(STATES) == BASE | FLAGS
     assert {name for name, (what, _) in STATES.items() if not what} == set()
     assert {*BASE, "REVOKED"} > OVER
-    # What ends a job without the user's doing says how it goes on.
+    # A state that ends a job without the user's doing says how the run goes on.
     for name in OVER - {"COMPLETED"}:
         assert STATES[name][1]
 

@@ -1,4 +1,4 @@
-"""What asks a run to stop: signals, the clock, files; and where it listens."""
+"""Requests to stop a run: signals, the clock, files; and where the run listens for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_signal_drops_what_may_be_dropped_and_waits_elsewhere(
 
 
 def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
-    """As one that comes between the beginning of a wait in Python and that of the system call."""
+    """A signal may come between the beginning of a wait in Python and that of the system call."""
     with Stop(tmp_path) as stop:
         threading.Timer(0.1, setattr, (stop, "reason", TERM)).start()
         stopped = interrupted(stop)
@@ -69,7 +69,7 @@ def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
     ("number", "reason"), [(signal.SIGUSR1, USR1), (signal.SIGTERM, TERM), (signal.SIGINT, INTERRUPT)]
 )
 def test_a_signal_that_another_thread_took_ends_a_wait(tmp_path: Path, number: signal.Signals, reason: object) -> None:
-    """So does one that comes while the main thread is about to wait: the wait itself is not interrupted."""
+    """A signal that comes while the main thread is about to wait ends it, too: the wait itself is not interrupted."""
     with Stop(tmp_path) as stop:
         threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), number)).start()
         stopped = interrupted(stop)
@@ -87,7 +87,7 @@ def test_the_wakeup_of_signals_is_left_as_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) -> None:
-    """As with `scancel` while a run saves; a second one, later, ends the process."""
+    """`scancel` sends SIGTERM while a run saves; a second one, later, ends the process."""
     with Stop(tmp_path) as stop:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -170,7 +170,7 @@ except StopRequested as stopped:
 
 
 def test_a_terminal_that_is_gone_means_save_and_leave(tmp_path: Path) -> None:
-    """As when `salloc` or ssh is closed: nothing can be printed any more, and the work is saved all the same."""
+    """The terminal goes when `salloc` or ssh is closed: nothing can be printed any more, and the work is saved."""
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path), str(HANG_S)])
@@ -197,7 +197,7 @@ def test_nohup_counts(tmp_path: Path) -> None:
 
 
 def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()  # of an earlier session
+    (tmp_path / "stop").touch()  # left by an earlier session
     with Stop(tmp_path) as stop:
         assert not stop.save_wanted()
         (tmp_path / "save").touch()
@@ -222,7 +222,7 @@ def test_whoever_ends_what_was_started_ignores_signals(tmp_path: Path) -> None:
 def test_one_look_that_the_file_system_does_not_answer_does_not_end_the_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a hiccup of NFS: looks fail for a while, and the file is seen as soon as one does not."""
+    """Looks fail for a while after a hiccup of NFS, and the file is seen as soon as one succeeds."""
     monkeypatch.setattr(stop_module, "_POLL_S", 0.01)
     look, failed = os.stat, threading.Event()
 

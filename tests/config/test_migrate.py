@@ -121,7 +121,7 @@ def test_arrays_and_variables_of_a_script_are_followed(tmp_path: Path, capsys: p
     )
     assert config.ref.zero_stage == 0  # ARRAYS leave the stage at 2
     assert translate(ARRAYS.replace("SIZES=(", "SIZES=( --ds.zero_stage 3")).values["ref.zero_stage"] == 3
-    # What it writes breaks no rule: NCCL refuses two ranks on one GPU.
+    # The configuration that it writes breaks no rule: NCCL refuses two ranks on one GPU.
     assert '--vllm.sync_backend "nccl": train.colocate_all puts actor and engines on the same GPUs' in left
     assert list(rule_problems(config)) == []
     assert "append" not in out

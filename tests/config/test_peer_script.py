@@ -1,4 +1,4 @@
-"""What `slurm-rlhf migrate` reads out of a script: assignments in the branches that it takes."""
+"""Assignments that `slurm-rlhf migrate` reads out of a script: those in the branches that the script takes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ RUN=(python3)
 
 
 def test_the_branches_that_a_script_takes_are_read() -> None:
-    """Of branches that it does not choose between the first one; a variable that is empty takes the next value."""
+    """Where the choice of a branch is unknown, the first one counts; an empty variable takes the next value."""
     found = translate(BRANCHES, peer="verl")
     expected = {
         "actor.num_gpus_per_node": 16,

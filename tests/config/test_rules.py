@@ -1,4 +1,4 @@
-"""What keys choose and what is noted of them: the correction, the engine, names of losses."""
+"""Rules on keys: those that choose the correction, exclude each other, have no effect or limit models and engines."""
 
 from __future__ import annotations
 

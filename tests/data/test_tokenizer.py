@@ -128,30 +128,30 @@ def test_bad_directory(tmp_path: Path, name: str, content: str | None, named: st
 
 
 TEMPLATES = {
-    # As Llama 3.1 asks: a variable of the template's own where none is given, a section of tools unless it is none.
+    # Llama 3.1 asks like this: the template sets a variable where none is given, and has no tools if it is none.
     "defined": (
         "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
         "{{- bos_token }}{%- if tools is not none %}{{- 'Environment: ipython' }}{%- endif %}"
         "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     ),
-    # As Mistral asks: no check whether it is defined.
+    # Mistral does not check whether a name is defined.
     "not none": (
         "{{ bos_token }}{% for m in messages %}{% if tools is not none and m == messages[-1] %}"
         "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST] {{ m.content }} [/INST]{% endfor %}"
     ),
-    # As Command R asks.
+    # Command R asks for documents.
     "documents": (
         "{% if documents is not none %}# Documents{% for d in documents %}{{ d.title }}{% endfor %}{% endif %}"
         "{{ messages[0].content }}{{ cls_token }}{{ sep_token }}{{ mask_token }}"
     ),
-    # As Qwen asks.
+    # Qwen asks for tools.
     "plain": (
         "{%- if tools %}{{- tools }}{%- else %}{{- 'You are helpful.' }}{%- endif %}"
         "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     ),
-    # Which names are there at all.
+    # This one shows which names there are.
     "is defined": "{{ tools is defined }} {{ documents is defined }} {{ tools is none }} {{ documents is none }}",
 }
 MESSAGES = [
@@ -217,7 +217,7 @@ def test_text_that_was_templated_beforehand_begins_once(tmp_path: Path, family: 
     assert ids.count(tokenizer.bos_token_id or -1) == text.count(bos)
     assert ids[0] == tokenizer.bos_token_id
     assert not has_double_bos(ids, tokenizer)
-    assert has_double_bos(tokenizer.encode(text), tokenizer)  # what transformers' tokenizer(text) makes of it
+    assert has_double_bos(tokenizer.encode(text), tokenizer)  # transformers' own tokenizer(text) adds a second one
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -291,7 +291,7 @@ def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[
     ("pieces", "prompt", "answer", "expected"),
     [
         ((), "2+2=", "4", ["4"]),
-        (("▁4",), "2+2=", "4", ["4"]),  # what the answer alone would be
+        (("▁4",), "2+2=", "4", ["4"]),  # the answer alone would be "▁4"
         (("▁4",), "2+2= ", "4", ["4"]),  # prompt and answer together end in it: no token of the prompt's
         (("▁4",), "2+2=", " 4", ["▁4"]),
         (("=4", "=42"), "2+2=", "42", ["4", "2"]),  # one token holds the seam

@@ -21,13 +21,13 @@ def stated(trajectories: list[Trajectory]) -> list[tuple[list[int], bytes, str, 
 
 
 def stopping(trajectories: list[Trajectory]) -> Sampling:
-    """With a stop string in the middle of the longest text."""
+    """Stop at a string in the middle of the longest text."""
     return replace(SAMPLING, stop=[max((t.text for t in trajectories), key=len)[6:9]])
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Trajectory]]:
-    """What the engine samples with one batch at a time."""
+    """Responses that the engine samples with one batch at a time; `process` fills them in."""
     return {}
 
 
@@ -47,7 +47,7 @@ def process(
 
 @pytest.fixture
 def engine(process: EngineProcess) -> EngineProcess:
-    """With the directory's weights and an empty prefix cache, as policy 0."""
+    """Give the engine policy 0, the directory's weights, and an empty prefix cache."""
     process.run(child.update, 0)
     return process
 
@@ -151,7 +151,7 @@ def test_an_engine_without_weights_drops_what_it_is_asked_for(engine: EngineProc
 
 
 def test_responses_in_flight_may_keep_their_keys_and_values(process: EngineProcess, tmp_path: Path) -> None:
-    """Those that begin after the update read nothing of the old policy; their prompts were cached before."""
+    """Responses that begin after the update read nothing of the old policy; their prompts were cached before."""
     path = make_tiny(tmp_path / "qwen2", "qwen2", heads=2, kv_heads=1)
     keys = {"vllm.sync_mode": "inflight", "vllm.keep_kv_cache": True}
     process.run(child.start, path, keys=keys)

@@ -1,4 +1,4 @@
-"""What every engine has to do: which tokens it samples, with which weights, and that plain transformers agrees."""
+"""Duties of every engine: which tokens it samples, with which weights, and that plain transformers agrees."""
 
 from __future__ import annotations
 
@@ -202,12 +202,12 @@ def test_an_update_between_two_steps(fresh: EngineProcess, broken: bool) -> None
 
 
 def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
-    """In this order only, on CPUs too, where the memory stays: on a GPU another one would read what is not there."""
+    """Parts come back in one order, on CPUs too, where memory stays: on a GPU another order would read freed memory."""
     wanted = child.requests(SAMPLING)
     before = fresh.run(child.generate, wanted)
     fresh.run(child.do, "add", wanted[0])
     assert fresh.run(child.do, "sleep") == 0
-    assert fresh.run(child.generate, []) == []  # what was in flight is gone
+    assert fresh.run(child.generate, []) == []  # requests in flight are gone
     with pytest.raises(RunError, match="asleep: it has freed its weights and kv_cache"):
         fresh.run(child.generate, wanted)
     with pytest.raises(RunError, match="asleep: it has freed its weights"):

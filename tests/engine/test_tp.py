@@ -40,7 +40,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16
 KINDS = ("reversed", "unseeded", "uneven")
-"""What `rollout_misfits` does."""
+"""Faults of the followers in tests/support/rollout_misfits.py, one kind for each engine."""
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -136,7 +136,7 @@ def test_four_ranks_give_the_same_tokens(single: RolloutFleet, model: Path, tmp_
 
 @pytest.mark.parametrize("ranks", ["single", "pair"])
 def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureRequest, ranks: str) -> None:
-    """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
+    """The first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
     fleet: RolloutFleet = request.getfixturevalue(ranks)
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
     asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
@@ -181,7 +181,7 @@ def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: Rollou
     assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
     for rank, slot in enumerate(slots):
         assert f"compiled kernels are kept in {slot}" in single.log(rank)
-        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert not (slot / ".starting").exists()  # the start is over: its compiled kernels are whole
         assert local_directory._try_lock(slot) is None  # while it lives
 
 
@@ -196,7 +196,7 @@ def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFle
         states += [psutil.Process(rank.pid).status() for rank in pair.ranks.values()]
     after = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
     assert states.count(psutil.STATUS_RUNNING) < 0.1 * len(states)
-    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # of the main thread
+    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # main threads
 
 
 def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
@@ -309,7 +309,7 @@ def misfits(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet, kind: str) -> None:
-    """In seconds, by name, and without handing out a response."""
+    """It is stopped in seconds, by name, and hands out no response."""
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
     asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]

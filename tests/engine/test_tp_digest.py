@@ -1,4 +1,4 @@
-"""What TP ranks compare: anything done otherwise, or in another order, gives another digest. And who they are."""
+"""The digest that TP ranks compare: other work, or another order, changes it. And an engine's ranks and GPUs."""
 
 from __future__ import annotations
 

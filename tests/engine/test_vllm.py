@@ -128,7 +128,7 @@ def test_more_prompt_tokens_at_once_than_a_step_takes(fresh: EngineProcess) -> N
 
 
 def test_keys_are_free_after_a_failed_step_even_if_vllm_cannot_end_its_requests(fresh: EngineProcess) -> None:
-    """What vLLM still samples for them is ignored."""
+    """Tokens that vLLM still samples for them are ignored."""
     wanted = child.requests(SAMPLING)
     for request in wanted:
         fresh.run(child.do, "add", request)
@@ -162,7 +162,7 @@ def test_models_that_vllm_does_not_run(engine: EngineProcess, path: Path, tmp_pa
 
 def test_an_engine_is_alone(fresh: EngineProcess) -> None:
     facts = fresh.run(child.isolation)
-    assert facts.pop("kv_bytes") < 64 << 20  # of the 1 GiB allowed
+    assert facts.pop("kv_bytes") < 64 << 20  # the engine may use 1 GiB
     assert facts == {
         "world": 1,
         "rank": 0,
@@ -192,7 +192,7 @@ def test_16_bit_engines_take_fp32_weights(engine_process: EngineProcess, path: P
 # --- architectures ----------------------------------------------------------------------------------------------------
 
 
-MAX_LEN = 320  # of `rollout_engine.config`
+MAX_LEN = 320  # as in `rollout_engine.config`
 ALWAYS = ("gemma2", "phi3", "mixtral", "olmo2")
 """Soft caps and windows, longrope, experts that are fused in memory, and a class that vLLM takes from transformers."""
 

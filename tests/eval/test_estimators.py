@@ -82,7 +82,7 @@ def test_seed_and_name_choose_the_draws() -> None:
 
 @pytest.mark.parametrize(("prompts", "share", "samples"), [(20, 0.98, 1), (20, 0.02, 1), (200, 0.5, 1), (50, 0.9, 4)])
 def test_the_interval_of_a_share_holds_it_as_often_as_it_says(prompts: int, share: float, samples: int) -> None:
-    """Of many data sets, also where nearly all scores are equal; responses to one prompt are all alike here."""
+    """Many data sets are drawn, also with nearly all scores equal; responses to one prompt are all alike here."""
     rng = np.random.default_rng(1)
     counts = np.full(prompts, float(samples))
     found = [wilson((rng.random(prompts) < share) * counts, counts) for _ in range(2000)]

@@ -1,4 +1,4 @@
-"""What an evaluation says of its responses: figures, tables, failures, and the files that keep them."""
+"""The report of an evaluation: figures, tables, failures of its responses, and the files that keep them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_figures_of_a_data_set() -> None:
     assert found.whole.mean.value == pytest.approx((0 + 1 + 2 + 3 + 6 * 4) / 40)
     assert (found.whole.prompts, found.whole.responses, found.failed, found.errors) == (10, 40, 1, 0)
     assert found.pass_at[1].value == pytest.approx(found.whole.mean.value)
-    # Of the subsets of two: none of prompt 0, 3 of 6 of prompt 1, 5 of 6 of prompt 2, all others.
+    # Pairs with a right answer: none of prompt 0, 3 of 6 of prompt 1, 5 of 6 of prompt 2, all of the others.
     assert found.pass_at[2].value == pytest.approx((0 + 3 / 6 + 5 / 6 + 7) / 10)
     assert found.pass_at[4].value == pytest.approx(9 / 10)
     # Prompt 1 has three votes for its one wrong answer, prompt 2 is a tie.

@@ -192,7 +192,7 @@ def test_shares_above_their_limit_are_warned_of_and_others_reported() -> None:
         "self-check, rewards: 5 % clipped, 80 % of the groups constant, under 1 % truncated"
     )
     assert warnings(shares, REWARD_SHARES) == []
-    # Of the first each step warns by itself.
+    # Each step warns of clipped rewards by itself.
     assert warnings({"reward_clipped": 1.0, "truncated": 0.5}, REWARD_SHARES) == []
     (constant,) = warnings({**shares, "reward_constant": 0.81}, REWARD_SHARES)
     assert constant.startswith("warning: 81 % of the groups have one reward for all of their responses")

@@ -1,4 +1,4 @@
-"""What becomes of the episodes of rows whose engine fails, and of answers that come late."""
+"""Episodes of rows whose engine fails, and answers that come late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on GPUs says of them: from the calls it makes, its records and what its ranks answer."""
+"""A run's account of its GPUs: from the calls it makes, its records and the answers of its ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RANKS = RankMap(
     {
         "actor": [NodeShare("n1", (0, 1), (0, 1))],
         "critic": [NodeShare("n1", (2,), (0,))],
-        "reference": [NodeShare("n1", (0, 1), (0, 1))],  # where the actor is
+        "reference": [NodeShare("n1", (0, 1), (0, 1))],  # the actor's GPUs
         "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
     },
 )
@@ -257,7 +257,7 @@ def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
 
 @pytest.mark.parametrize("kind", ["card", "model", "silent"])
 def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str) -> None:
-    """It never ends a run."""
+    """A missing fact never ends a run."""
     made = config(tmp_path, **({"model_type": "novel"} if kind == "model" else {}))
     if kind == "card":
         server.answers["memory"] = lambda role, rank: replace(H100, gpu="Novel 9000")

@@ -1,4 +1,4 @@
-"""What of the rollout side runs on GPUs alone, through strict stand-ins."""
+"""The parts of the rollout side that run on GPUs alone, through strict stand-ins."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_memory_goes_and_comes_back_part_by_part(cuda: FakeCuda) -> None:
 
 
 def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads and its compiler are left to it."""
+    """vLLM's threads and its compiler are left to it."""
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)
@@ -97,7 +97,7 @@ def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")],
 )
 def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, expected: str) -> None:
-    """Before its library is prepared and imported."""
+    """The variable is set before vLLM is prepared and imported."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-d")
     seen: list[str] = []
     monkeypatch.setattr(vllm, "prepare_environment", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
@@ -222,7 +222,7 @@ def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
 
 def test_without_a_gpu_a_rank_says_nothing_of_one() -> None:
     seen = attending().memory()
-    assert (seen.gpu, seen.used > 0, seen.total) == ("", True, 0)  # of the process
+    assert (seen.gpu, seen.used > 0, seen.total) == ("", True, 0)  # the memory of the process
     assert device_bytes(torch.device("cpu")) == 0
 
 
@@ -251,7 +251,7 @@ def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypa
 
 
 def test_pytorchs_dispatcher_takes_the_question() -> None:
-    """With the arguments that transformers gives; here it is the CPU's answer."""
+    """The arguments are those that transformers gives; the answer here is the CPU's."""
     q = torch.randn(1, 4, 8, 16)
     mask = torch.ones(8, 8, dtype=torch.bool).tril()
     for arguments in ((None, 0.0, True), (mask, 0.0, False)):
@@ -299,7 +299,7 @@ def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> N
 
 
 def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineProcess) -> None:
-    """Where it was not built for this GPU, that is no error."""
+    """An attention kernel that was not built for this GPU is no error."""
     engine_process.run(child.signatures)  # vLLM is there, under the platform of this machine
     names = engine_process.run(child.imports)
     assert names[0] == "vllm.v1.engine.llm_engine"

@@ -47,7 +47,7 @@ def all_peers():
 
 @pytest.fixture
 def cuda():
-    """Its GPU is not the first, and an engine rank has another number for it: a wrong number is noticed."""
+    """Stand-ins whose GPU is not the first, and has another number for an engine rank: a wrong number is noticed."""
     with fake_cuda(one_of("a", 1)["gpus"]) as fake:
         torch.cuda.set_device(1)
         yield fake
@@ -187,7 +187,7 @@ def test_roles_that_share_gpus(fleet: Fleet, zero: int):
 
 
 def test_an_actor_rank_whose_gpu_has_no_engine(fleet: Fleet):
-    """It gives its shard and hands over nothing. Of some buckets it has nothing, and helps to gather them."""
+    """The rank gives its shard and hands over nothing. It has no part of some buckets, and helps to gather them."""
     sender = fleet.sender(1, actors=2, zero=3, gpus="aba", colocated=True, bucket=BUCKET // 4, layers=3)
     assert sender.group.backend == "ipc"
     parts = [[part.owner for part in sender.plan.parts(number, 0)] for number in range(len(sender.plan.buckets))]
@@ -255,7 +255,7 @@ def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
 
 
 def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
-    """Where NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
+    """NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
     weights = connected(fleet, **{"sync.fallback": "gloo"})
     weights.rollout.tell(0, "break_link", times=9)
     weights.update(1)
@@ -263,7 +263,7 @@ def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     assert loaded(weights, 0) == sent(1)
 
 
-# What no transfer is needed for.
+# The tests below need no transfer.
 
 
 def test_buckets_are_larger_between_gpus():
@@ -285,7 +285,7 @@ def group_of_one(timeout_s: float = 5.0) -> NcclCommunicator:
 
 
 def test_a_group_has_no_watchdog_and_leaves_the_environment_alone(cuda: FakeCuda, monkeypatch):
-    """One that sees an error ends the process, whatever else is set (defect 3)."""
+    """A watchdog that sees an error ends the process, whatever else is set (defect 3)."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     before = dict(os.environ)

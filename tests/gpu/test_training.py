@@ -168,7 +168,7 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
 
 
 def test_a_rank_of_torchrun_meets_the_others_on_its_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They meet in a thread of their own, which does not have the GPU of the main thread."""
+    """Ranks meet in a thread of their own, which does not have the GPU of the main thread."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -310,7 +310,7 @@ def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) ->
 
 
 class Optimizer:
-    """What `move_optimizer` moves of ZeRO-3: masters of two groups, AdamW's states, gradients and their bucket."""
+    """ZeRO-3's state that `move_optimizer` moves: masters of two groups, AdamW's states, gradients and their bucket."""
 
     def __init__(self) -> None:
         self.fp32_partitioned_groups_flat = [torch.ones(1000, device=GPU), torch.ones(500, device=GPU)]

@@ -34,7 +34,7 @@ def end(role: str, how: str = KILLED, node: str = "n") -> Ended:
         ([("critic", "ended: Segmentation fault", 0.5), ("actor", "ended: Killed", 0.0)], ["actor", "critic"]),
         ([("actor", FAILED, 0.0)], ["actor"]),
         ([("actor", FAILED, 0.0), ("critic", KILLED, 0.5)], ["actor", "critic"]),
-        ([("actor", KILLED, 0.0), ("actor", KILLED, 0.1)], ["actor"]),  # of one role on two nodes
+        ([("actor", KILLED, 0.0), ("actor", KILLED, 0.1)], ["actor"]),  # one role on two nodes
     ],
 )
 def test_who_died_by_itself_is_named_in_the_order_of_deaths(

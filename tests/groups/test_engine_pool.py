@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import hang_peer
 import pytest
+from hang_peer import HangPeers
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
-from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
@@ -25,40 +21,21 @@ from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 CONNECT_S = 1.0
 
 
-class Engines:
+class Engines(HangPeers):
     """Implements `nodes.launcher.Launcher`: two engines of one rank, each started by hand."""
-
-    address = "127.0.0.1"
-    engines = None
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self.directory = directory
-        self.endpoint = ""
-        self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
 
     def come(self, rank: int) -> None:
-        words = [self.endpoint, self.directory.keys, "rollout", rank, 2, 20, self.directory.logs / f"{rank}.log"]
-        command = [sys.executable, hang_peer.__file__, *map(str, words)]
-        self.started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
-
-    def ended(self) -> list[Ended]:
-        return []
-
-    def stop(self, done: bool, grace_s: float) -> None:
-        for process in self.started:
-            process.kill()
-            process.wait()
+        self.add(self.endpoint, "rollout", rank, 20, self.directory.logs / f"{rank}.log")
 
 
 class Weights:
-    """In place of `WeightSync`: which engines were connected for which update."""
+    """Stands in for `WeightSync`: notes which engines were connected for which update."""
 
     def __init__(self) -> None:
         self.connected: list[int] = []

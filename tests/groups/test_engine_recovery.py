@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,6 @@ from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 LIMIT = 3.0
 RANK = {0: 0, 1: 2}  # engine -> its leader
 TOPOLOGY = Topology.uniform(["n1", "n2"], 4)
@@ -61,8 +59,7 @@ class Engines:
         for rank in ranks:
             log = self.directory.role_log("rollout", node, rank)
             words = [self.endpoint, self.directory.keys, "rollout", rank, 4, LIMIT, log, node]
-            command = [sys.executable, hang_peer.__file__, *map(str, words)]
-            started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
+            started.append(hang_peer.started(*words))
         self.of[engine] = started
 
     def ended(self) -> list[tuple[int, str]]:
@@ -117,7 +114,7 @@ class Roles:
 
 
 class Weights:
-    """In place of `WeightSync`."""
+    """Stands in for `WeightSync`."""
 
     def connect(self, parameters: object, engines: list[int]) -> None: ...
 
@@ -155,7 +152,7 @@ class Bench:
 
     @property
     def lost(self) -> dict[int, str]:
-        """What `slurm-rlhf status` shows of engines."""
+        """The lost engines, as `slurm-rlhf status` shows them."""
         return engines_lost(read_events(self._file))
 
     @property

@@ -1,4 +1,4 @@
-"""What a run quotes of its logs: the newest in which its present start has written, and nothing from before."""
+"""Logs that a run quotes: the newest in which its present start has written, and nothing from before."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_around_a_process_and_ends_it_is_named(
 
 
 def test_a_log_that_cannot_be_looked_at_is_said_to_be_so(directory: RunDirectory) -> None:
-    """In the threads that watch a run: a name that is too long is an error, as a hiccup of the file system is."""
+    """Threads that watch a run go on: a name that is too long is an error, as a hiccup of the file system is."""
     log = directory.logs / ("x" * 300)
     assert "cannot be read" in StartLogs(directory).quote([log])
 

@@ -66,7 +66,7 @@ def test_a_node_on_which_ranks_die_twice_is_an_offender() -> None:
 
 @dataclass
 class Parts:
-    """What a plan asks: who died, which nodes are silent, what hangs."""
+    """Facts that a plan asks for: who died, which nodes are silent, what hangs."""
 
     config: Config = field(default_factory=Config)
     failed_role: Unit | None = None

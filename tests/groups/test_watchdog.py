@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import hang_peer
 import pytest
+from hang_peer import HangPeers
 from programs import completed
 from waiting import HANG_S, scaled, until
 
@@ -25,7 +24,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.groups.watchdog import MOST_RESTARTS, Watchdog
-from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.nodes.node_look import NodeView, look
 from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
@@ -59,35 +57,20 @@ with Stop(Path("{path}")) as stop:
 """
 
 
-class Peers:
+class Peers(HangPeers):
     """Implements `nodes.launcher.Launcher`, and its agents: two ranks of the actor on n1."""
 
-    address = "127.0.0.1"
-    engines = None
-
     def __init__(self, directory: RunDirectory, limit: float) -> None:
-        self.agents = self
-        self.directory, self.limit = directory, limit
-        self.started: list[subprocess.Popen[bytes]] = []
+        super().__init__(directory)
+        self.agents, self.limit = self, limit
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         for rank in range(2):
-            log = self.directory.role_log(role, "n1", rank)
-            words = [endpoint, self.directory.keys, role, rank, 2, self.limit, log]
-            command = [sys.executable, hang_peer.__file__, *map(str, words)]
-            self.started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
-
-    def ended(self) -> list[Ended]:
-        return []
+            self.add(endpoint, role, rank, self.limit, self.directory.role_log(role, "n1", rank))
 
     def look(self, pids: Mapping[str, Sequence[int]], within_s: float) -> list[NodeView]:
         return [look("n1", pids["n1"])]
-
-    def stop(self, done: bool, grace_s: float) -> None:
-        for process in self.started:
-            process.kill()
-            process.wait()
 
 
 class Watched:
@@ -142,7 +125,7 @@ def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") ->
 
 
 def roleless(config: Config, path: Path) -> Supervisor:
-    """What a watchdog asks where no role was started."""
+    """Make a supervisor that started no role, which is enough for a watchdog."""
     directory = RunDirectory(path)
     directory.make()
     ranks = place(Topology.uniform(["n1"], 2), [RoleSize("actor", 1, 2)])
@@ -156,7 +139,7 @@ def error_of(call: Future[Any]) -> RunError:
 
 
 def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(tmp_path: Path) -> None:
-    """Its heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
+    """The rank's heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
     with watched(tmp_path, hang_s=HANG_S, limit_s=scaled(5.0)) as run:
         error = error_of(run.call(1, "hold_the_lock"))
         assert isinstance(error, RoleDied)

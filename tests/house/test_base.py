@@ -1,4 +1,4 @@
-"""What all rooms share: long lists in messages, files that appear whole, waiting with a deadline."""
+"""Helpers that all rooms share: long lists in messages, files that appear whole, waiting with a deadline."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def test_waiting_ends_with_what_is_awaited_or_with_the_deadline() -> None:
 
 
 def test_text_of_a_log_moves_no_cursor() -> None:
-    """Nor sets a title, clears the screen, fills the clipboard or turns the direction of what follows."""
+    """Such text sets no title either, clears no screen, fills no clipboard and turns no direction of writing."""
     wild = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r\n\tc"
     assert printable(wild) == (r"a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r" + "\n\tc")

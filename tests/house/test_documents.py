@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,7 @@ PACKAGE = ROOT / "slurm_rlhf"
 
 
 def paths(text: str) -> list[str]:
-    """What stands in backticks and looks like a path, without a place for a name in it."""
+    """Find the paths that stand in backticks, without those that have a place for a name in them."""
     found = re.findall(r"`([^`\s]+)`", text)
     return [path for path in found if re.search(r"/|\.(py|toml|sh)$", path) and not re.search(r"[<>*()]|\.venv", path)]
 
@@ -45,12 +49,12 @@ RECIPES = {
     "an engine": (3, r"\bhf\b|Hf", {"name": "hf"}),
     "a trainer": (3, r"PlainTrainer", {"name": "plain_torch"}),
 }
-"""What is added -> files that are touched, what each of them says of one that is there, and its names in the paths."""
+"""Addition -> how many files it touches, a pattern that they hold for one that is there, its names in their paths."""
 
 
 @pytest.mark.parametrize("added", RECIPES)
 def test_a_recipe_lists_every_file_that_one_touches(added: str) -> None:
-    """And no more: the numbered lines, each of which begins with its file."""
+    """A recipe has no other numbered lines, and each of them begins with its file."""
     count, said, names = RECIPES[added]
     recipe = CONTRIBUTING.split(f"\n## Add {added}\n")[1].split("\n## ")[0]
     steps = re.findall(r"^\d+\. `([^`]+)`", recipe, re.MULTILINE)
@@ -122,12 +126,37 @@ GLOSSARY = re.compile(
     re.IGNORECASE,
 )
 """Words that a reader would have to look up here, or that stand for something else."""
-WRITTEN = {".py", ".md", ".toml", ".json", ".sh", ".js", ".html", ".def"}
+SUFFIXES = {".py", ".md", ".toml", ".json", ".sh", ".js", ".html", ".def"}
+ROOMS = [path for room in ("slurm_rlhf", "sbatch", "tests", ".github") for path in (ROOT / room).rglob("*")]
+WRITTEN = [path for path in (ROOT / "README.md", ROOT / "pyproject.toml", *ROOMS) if path.suffix in SUFFIXES]
 
 
 def test_the_product_its_pages_and_its_tests_use_the_words_of_the_field() -> None:
-    files = [path for room in ("slurm_rlhf", "sbatch", "tests", ".github") for path in (ROOT / room).rglob("*")]
-    written = [path for path in {ROOT / "README.md", *files} - {Path(__file__)} if path.suffix in WRITTEN]
-    assert len(written) > 300
-    texts = {path: f"{path.stem.replace('_', ' ')}\n{path.read_text('utf-8')}" for path in written}
+    assert len(WRITTEN) > 300
+    texts = {path: f"{path.stem}\n{path.read_text('utf-8')}".replace("_", " ") for path in WRITTEN}
+    del texts[Path(__file__)]
     assert [f"{path}: {found[0]}" for path, text in texts.items() for found in GLOSSARY.finditer(text)] == []
+
+
+DANGLING = re.compile(r"""[#"']+\s*(of|that|what)\b""", re.IGNORECASE)
+"""Beginnings of comments and docstrings that make sense only after the name that they are about."""
+
+
+def remarks(text: str, suffix: str) -> Iterator[str]:
+    """Yield the comments of a file, those of several lines by their first one, and docstrings behind a quote."""
+    if suffix != ".py":
+        yield from map(str.strip, re.findall(r"^[ \t]*#.*(?:\n[ \t]*#.*)*|[ \t]#.*", text, re.MULTILINE))
+        return
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    found = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+    alone = {row for row, token in found.items() if token.line.lstrip().startswith("#")}
+    yield from (token.string for row, token in found.items() if not {row, row - 1} <= alone)
+    values = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
+    yield from (f'"{value.value!s}' for value in values if isinstance(value, ast.Constant))
+
+
+def test_comments_and_docstrings_make_sense_alone() -> None:
+    texts = {path: path.read_text("utf-8") for path in WRITTEN if path.suffix in (".py", ".sh", ".toml", ".def")}
+    suspects = [path for path, text in texts.items() if DANGLING.search(text)]  # to tokenize all takes long
+    found = [(str(path), each) for path in suspects for each in remarks(texts[path], path.suffix)]
+    assert [(path, each) for path, each in found if DANGLING.match(each)] == []

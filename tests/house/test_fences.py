@@ -1,4 +1,4 @@
-"""What the fences use of other libraries is there, with the signature used. Runs first: see tests/conftest.py.
+"""Names of other libraries that fences use are there, with the signature used. Runs first: see tests/conftest.py.
 
 A fence is a module of a room whose name begins with `_<library>`. Only fences may use private names and submodules of
 LIBRARIES. The docstring of a fence names the version that it was written for and lists what it uses, one name a line:
@@ -86,7 +86,7 @@ def _is_private_import(module: str, name: str) -> bool:
 
 
 def changes(fence: Path) -> list[str]:
-    """What the installed library has no more, or differently, and what the fence and its list do not agree on."""
+    """List what the installed library lacks or has otherwise, and where the fence and its list do not agree."""
     source = fence.read_text(encoding="utf-8")
     library = fence.stem.split("_")[1]
     docstring = ast.get_docstring(ast.parse(source), clean=False) or ""
@@ -167,7 +167,7 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _problem(library: str, file: str, name: str, arguments: str | None) -> str:
-    """What is wrong with one entry; empty if nothing is."""
+    """Return the fault of one entry; empty if it has none."""
     path = _directory(library) / file
     if not path.is_file():
         return f"{library}/{file} is gone, and {name} with it"
@@ -209,7 +209,7 @@ def _assignments(scope: ast.AST) -> list[tuple[ast.AST, list[str]]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of `body`, and those under its `if`, `try` and `with`."""
+    """Yield the statements of `body`, and those under its `if`, `try` and `with`."""
     for node in body:
         yield node
         for field in ("body", "orelse", "finalbody"):
@@ -226,7 +226,7 @@ def _names(node: ast.stmt) -> list[str]:
 
 
 def _targets(node: ast.AST) -> list[str]:
-    """What an assignment assigns to."""
+    """List the targets of an assignment."""
     if isinstance(node, ast.Assign):
         return [ast.unparse(part) for target in node.targets for part in getattr(target, "elts", [target])]
     return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
@@ -255,7 +255,7 @@ def test_the_installed_library_has_what_the_fence_uses(fence: Path) -> None:
 
 
 def test_private_names_of_others_are_used_in_fences_only() -> None:
-    """Nor a submodule of vLLM, DeepSpeed or transformers: only the packages themselves are public."""
+    """Submodules of vLLM, DeepSpeed and transformers are private, too: only the packages themselves are public."""
     outside = sorted(set(ROOT.rglob("*.py")) - set(fences()))
     assert [
         f"slurm_rlhf/{module.relative_to(ROOT)}:{line}: {text} belongs into _<library>.py of its room"

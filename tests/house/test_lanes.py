@@ -104,7 +104,7 @@ def test_after_the_limit_the_lanes_are_interrupted_and_say_what_failed(tmp_path:
 
 
 def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
-    """Also files that nobody has named to a lane. Empty ones stand for this checkout's, in the same folders."""
+    """Files that no lane names are in one, too. Empty files stand for this checkout's, in the same folders."""
     files = [path.relative_to(TESTS) for path in TESTS.rglob("test_*.py")]
     files += [Path("runs", "test_new.py"), Path("newroom", "test_new.py")]
     for file in files:
@@ -176,7 +176,7 @@ def session(directory: Path, tests: str, ci: bool = False) -> subprocess.Complet
     (directory / "test_it.py").write_text(tests)
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
-    environment["PYTHONPATH"] = f"{SUPPORT}:{environment.get('PYTHONPATH', '')}"  # of what conftest.py imports
+    environment["PYTHONPATH"] = f"{SUPPORT}:{environment.get('PYTHONPATH', '')}"  # conftest.py imports from there
     environment |= {"CI": "true"} if ci else {}
     return completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=directory, env=environment)
 

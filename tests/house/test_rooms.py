@@ -1,4 +1,4 @@
-"""Who may import whom: the design's table of rooms, and the one owner of every heavy library."""
+"""The design's table of rooms: who may import whom, and the one owner of every heavy library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("api",),
 )
-"""From the ground up: a room imports from floors below its own; rooms of one floor do not import one another."""
+"""Floors from the ground up: a room imports from floors below its own, and no other room of its floor."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -65,13 +65,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
 NAMED = {
     "deepspeed": {
         *("trainer/deepspeed.py", "trainer/_deepspeed.py", "trainer/backends.py"),
-        "trainer/__init__.py",  # which lists the files of its room
+        "trainer/__init__.py",  # lists the files of its room
         "trainer/_transformers.py",  # a module of transformers has this name
-        *("config/schema_models.py", "config/migrate.py", "config/migrate.py"),  # what users write
-        *("__init__.py", "cli/commands.py"),  # what the package is made of, for its users
+        *("config/schema_models.py", "config/migrate.py", "config/migrate.py"),  # users write its name
+        *("__init__.py", "cli/commands.py"),  # lists of the package's parts, for its users
         *("nodes/node_checks.py", "nodes/node_look.py", "cluster/local_directory.py"),  # versions of packages
-        "groups/hang_rules.py",  # whose frames in a stack wait
-        "bench/train.py",  # a bare loop, which the trainer is compared with
+        "groups/hang_rules.py",  # names frames in which a stack waits
+        "bench/train.py",  # compares the trainer with a bare loop
     },
 }
 """Library behind a seam -> the files that may name it, in code, docstrings, comments and messages."""
@@ -142,7 +142,7 @@ def breaches(module: Path) -> Iterator[str]:
 BEHIND_THE_SEAM = {"vllm", "_vllm", "_vllm_updates", "_transformers"}
 """Modules of `rollout` that nobody else imports: an engine is known by `rollout.engine` alone."""
 BASELINES = {"bench/rollout.py"}
-"""They compare the engine with its library."""
+"""Files that compare the engine with its library."""
 
 
 def test_an_engine_is_known_by_its_seam() -> None:
@@ -239,7 +239,7 @@ def dotted(module: Path) -> str:
 WITH_TORCH = ("engine", "parity", "process_groups", "ranks", "stages", "trainer", "weights")
 LIGHT_ROOMS = {*FLOOR} - {*WITH_TORCH, "bench", "docs", "observe"}
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS]
-"""What a login node and the conductor import."""
+"""Modules that a login node and the conductor import."""
 
 HEAVY = {"torch", "deepspeed", "vllm", "transformers", "ray", "mpi4py", "submitit"}
 
@@ -252,7 +252,7 @@ print(json.dumps(sorted(set(json.loads(sys.argv[1])) & sys.modules.keys())))
 
 
 def loaded(watched: set[str], names: list[str]) -> list[str]:
-    """Which of `watched` a fresh interpreter has loaded after importing `names`."""
+    """Find which of `watched` a fresh interpreter has loaded after importing `names`."""
     command = [sys.executable, "-c", SHOW_HEAVY, json.dumps(sorted(watched)), *names]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr

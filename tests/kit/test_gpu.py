@@ -68,7 +68,7 @@ def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
 
 
 def place_of(rehearse: bool, environ: dict[str, str]) -> Place:
-    """What is here; a rehearsal pretends to have two GPUs. Skips the test where there is nothing."""
+    """Describe this machine; a rehearsal pretends to have two GPUs. Skips the test where there is no GPU."""
     slurm = read_slurm(environ)
     nodes = slurm.job_nodes if slurm else ()
     if rehearse:

@@ -166,7 +166,7 @@ def test_roles_that_share_gpus_share_two_where_there_are_four(
         asked.extend(words)
         return Finding(backend), [{"perf/sleep_freed_bytes": 2.0**31}]
 
-    monkeypatch.setattr(kit_train, "_ppo", ppo)
+    monkeypatch.setattr(kit_train, "ppo_run", ppo)
     assert "2.0 GiB freed by sleep" in kit_train.ppo_colocated(Place(tuple(map(str, range(there))))).figure
     config = load_config(workspace(tmp_path), asked)
     check_colocation(config)

@@ -41,7 +41,7 @@ DEFAULTS = {
     "width": 64,  # vllm.max_num_seqs
     "repeats": 3,
     "threads": 1,
-    "hidden": 64,  # of the model, a multiple of 64
+    "hidden": 64,  # width of the model, a multiple of 64
     "layers": 1,
 }
 """Option -> its usual value: sizes of a step and of the model, lengths in tokens, runs of each mode."""

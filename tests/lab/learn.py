@@ -1,4 +1,4 @@
-"""What a run learns in how long, compared with TRL's GRPO on the same model, data, reward and samples.
+"""Compare how fast a run and TRL's GRPO learn, on the same model, data, reward and samples.
 
     python tests/lab/learn.py sbatch/recipes/grpo.toml sbatch/quickstart.toml --rollout.n_samples_per_prompt=8
 

@@ -22,8 +22,8 @@ class Point:
     """Holds one evaluation."""
 
     samples: int  # responses trained on so far
-    seconds: float  # of training so far, without evaluations and start-up
-    accuracy: float  # of greedy answers to the evaluation prompts
+    seconds: float  # training time so far, without evaluations and start-up
+    accuracy: float  # share of right greedy answers to the evaluation prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What each recipe learns of one task, a run for each seed, in one table and one picture (recipes.svg).
+"""Compare what the recipes learn of one task, a run for each seed, in one table and one picture (recipes.svg).
 
     python tests/lab/recipes.py sbatch/quickstart.toml
     python tests/lab/recipes.py sbatch/quickstart.toml --shuffle --out=runs/shuffled --seeds=1
@@ -92,7 +92,7 @@ def recipe_files(text: str) -> list[Path]:
     """List the files of `--recipes`: a directory, or files with commas between them. Raises ConfigError."""
     files = [Path(part) for part in text.split(",") if part]
     if len(files) == 1 and files[0].is_dir():
-        # One with a reward of its own does not lie under another task.
+        # A recipe with a reward of its own does not lie under another task.
         files = sorted(file for file in files[0].glob("*.toml") if not load_config(file).reward.preset)
     if not files or len({file.stem for file in files}) < len(files):
         raise ConfigError(f"--recipes={text}: give a directory with .toml files, or files of different names")

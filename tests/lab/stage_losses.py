@@ -39,9 +39,9 @@ class Case:
     name: str
     stage: str
     keys: dict[str, Any]  # ours, of the group of the stage
-    trainer: str  # of TRL, or of its experimental part where it has a dot
+    trainer: str  # a class of TRL, or of its experimental part where it has a dot
     theirs: dict[str, Any]  # keys of TRL
-    kind: str = ""  # of the rows, where it is not the stage
+    kind: str = ""  # kind of the rows, where it is not the stage's
     note: str = ""
 
 
@@ -137,7 +137,7 @@ def _ours(case: Case, directory: Path, model: Path, reference: Path, examples: l
     batch = found.experience.select(found.rows(range(len(found))))
     gradient: dict[str, Any] = {}
 
-    def kept() -> dict[str, float]:  # in place of the optimizer's step
+    def kept() -> dict[str, float]:  # stands in for the optimizer's step
         for name, parameter in trainer.backend.module.named_parameters():
             known = name.replace("value_head", "score") if case.stage == "rm" else name.removeprefix("model.")
             gradient[known] = parameter.grad.clone()

@@ -43,10 +43,10 @@ DEFAULTS: dict[str, int | str] = {
     "seeds": 3,
     "steps": 16,
     "batch": 16,
-    "median": 48,  # of the length of an answer
+    "median": 48,  # median length of an answer in tokens
     "sigma_percent": 100,  # standard deviation of the logarithm of the length
     "longest": 448,
-    "hidden": 128,  # of the model, a multiple of 64
+    "hidden": 128,  # width of the model, a multiple of 64
     "layers": 4,
     "threads": 1,
     "out": "runs/stages",
@@ -60,8 +60,8 @@ RATES = {"sft": 1e-3, "rm": 3e-4, "dpo": 1e-4}
 class Trained:
     """Holds one run."""
 
-    losses: list[float]  # of each step
-    tokens: int  # of all steps that are timed
+    losses: list[float]  # one for each step
+    tokens: int  # tokens in all steps that are timed
     seconds: float
     cpu_seconds: float
 

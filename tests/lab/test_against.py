@@ -18,7 +18,7 @@ SAMPLE |= {"score": 1.0, "advantage": 0.1, "engine": 0, "version": 0, "logprobs"
 
 
 def write(path: Path, changes: dict[str, Any] | None = None, at: int = 3, weight: float = 0.5) -> Path:
-    """What a run leaves: `changes` of the metrics and of the response of a step."""
+    """Write the files that a run leaves, with `changes` of the metrics and of the response of a step."""
     (path / "final").mkdir(parents=True)
     metrics, samples = [], []
     for step in range(1, STEPS + 1):
@@ -49,7 +49,7 @@ def test_the_first_difference_is_named(tmp_path: Path, changes: dict[str, Any], 
     base, ours = numbers(write(tmp_path / "base")), numbers(write(tmp_path / "ours", changes))
     found = first_difference(base, ours)
     assert found.startswith(expected) if expected else not found
-    assert not first_difference(base, ours, after=3)  # what a run resumed from step 3 did not do itself
+    assert not first_difference(base, ours, after=3)  # a run resumed from step 3 did not do that step itself
     assert found == "" or first_difference(base, ours, after=2) == found
 
 

@@ -23,7 +23,7 @@ TASK = (
 
 
 def python(directory: Path, *words: str | Path) -> str:
-    """What a script prints, started in a directory."""
+    """Run a script in a directory and return what it prints."""
     done = completed([sys.executable, *words], cwd=directory, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout

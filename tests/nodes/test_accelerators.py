@@ -1,4 +1,4 @@
-"""What a run makes of the GPUs that nodes show, and of attention kernels that are missing: all of it before weights."""
+"""Verdicts on GPUs that nodes show, and on attention kernels that are missing: all before weights are loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def judged(*nodes: dict[str, Any], slots: int = 2, attention: str = "sdpa") -> l
 
 
 def refused(findings: list[Finding]) -> str:
-    """What the only finding says, with which a run cannot start."""
+    """Return the text of the only finding, with which a run cannot start."""
     (finding,) = findings
     assert finding.verdict == FAILED
     return finding.said
@@ -160,7 +160,7 @@ def test_the_rank_map_says_how_many_gpus_a_node_needs() -> None:
 
 @pytest.mark.slow
 def test_a_node_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert node_look.cuda_build() == ""  # of this environment
+    assert node_look.cuda_build() == ""  # torch is a build for CPUs here
     assert node_look.equipment(gpus=True) == {"cuda_build": "", "modules": MODULES}
     package = tmp_path / "site" / "torch"
     package.mkdir(parents=True)

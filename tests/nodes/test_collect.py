@@ -1,4 +1,4 @@
-"""What a node says of itself: real files, limits; a kernel that refuses locks; recorded answers of GPUs."""
+"""A node's account of itself: real files, limits; a kernel that refuses locks; recorded answers of GPUs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
 def test_infiniband_is_there_where_the_kernel_lists_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examiner, "_INFINIBAND", tmp_path / "infiniband")
     found = [collect(orders(tmp_path), "n1", {}).infiniband]
-    (tmp_path / "infiniband").mkdir()  # its modules are loaded, and there is no card
+    (tmp_path / "infiniband").mkdir()  # InfiniBand's modules are loaded, and there is no card
     found.append(collect(orders(tmp_path), "n1", {}).infiniband)
     (tmp_path / "infiniband" / "mlx5_0").mkdir()
     found.append(collect(orders(tmp_path), "n1", {}).infiniband)

@@ -1,4 +1,4 @@
-"""What a node decides for itself: devices, caches, networks."""
+"""Choices that a node makes for itself: devices, caches, networks."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Slurm:
     def __init__(self, root: Path) -> None:
         self.bin, self.run_dir = root / "bin", root / "run"
         (self.run_dir / ".control").mkdir(parents=True)
-        self.refusal = ""  # of requeue
+        self.refusal = ""  # the error by which requeue is refused; empty: it is not
         self.program("scancel", "")
 
     def program(self, name: str, script: str) -> None:
@@ -95,7 +95,7 @@ class Slurm:
 
     @property
     def done(self) -> list[str]:
-        """What was asked for, but for questions."""
+        """Calls so far, without those that only ask."""
         calls = (self.bin / "calls").read_text().splitlines()
         return [call for call in calls if not call.startswith("scontrol show")]
 
@@ -123,10 +123,10 @@ def test_one_of_those_left_requeues_the_job_once(controller: Slurm) -> None:
         "its first node gpu001 was down, and with it the conductor: gpu002 has requeued it\n"
     )
     assert second.settled()  # slurmctld is slow, and says the same
-    assert twin.settled()  # of another step on the same node
+    assert twin.settled()  # the agent of another step on the same node
     controller.says("PENDING", restarts=1, nodes="(null)")
     assert successor.settled()
-    controller.says(restarts=1)  # and it has lost its first node once more: that is for those of the new start
+    controller.says(restarts=1)  # the job has lost its first node once more: its new start's agents deal with that
     assert successor.settled()
     assert controller.done == ["scontrol requeue 12"]
 
@@ -138,7 +138,7 @@ def test_the_second_acts_when_the_first_does_not(controller: Slurm) -> None:
 
 
 def test_a_conductor_that_answers_is_left_alone(controller: Slurm) -> None:
-    """It was stopped for a while, or this node was cut off."""
+    """The conductor was stopped for a while, or this node was cut off."""
     controller.says()
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert controller.successor(endpoint=server.getsockname()).settled()
@@ -196,7 +196,7 @@ def test_only_the_first_nodes_with_engines_wait_for_slurmctld(
 
 
 def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
-    """It is what remains of an agent, which ignores SIGTERM, as all of a step do."""
+    """The remaining agent ignored SIGTERM until then, as all processes of a step do."""
     program = (
         "import os, signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"

@@ -79,13 +79,13 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
         **dict.fromkeys((2, 3), NODES[1]),
     }
     assert bench.engines.spares == []
-    one.ended("was ended", 1)  # what its old node says late is no news
+    one.ended("was ended", 1)  # a late event of its old node is no news
     moved.ended("rank 1 was killed again", 1)
     assert bench.news() == [(1, "rank 1 was killed again")]
 
 
 def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
-    """And so no slurmctld, which may be away. Its agent reports its end."""
+    """Such an engine needs no slurmctld, which may be away. Its agent reports its end."""
     bench.srun("exec sleep 60")
     bench.engines.start()
     (other,) = bench.play(1, NODES[1])
@@ -103,7 +103,7 @@ def test_an_engine_that_stays_on_its_node_needs_no_step(bench: Bench) -> None:
 
 
 def test_engines_whose_srun_was_killed_start_again_in_steps_of_their_own(bench: Bench) -> None:
-    """Its agents may be heard for a moment more: an engine that they are asked for would be lost at once."""
+    """The agents of that srun may be heard for a moment more: an engine that they start would be lost at once."""
     bench.srun(f"echo $$ >{bench.root}/pid; exec sleep 60")
     bench.engines.start()
     for agent in bench.play(1, *NODES):

@@ -1,4 +1,4 @@
-"""Who joins which collectives, and who is named when one of them is slow or does not work."""
+"""Collectives with their members, and who is named when one of them is slow or does not work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST = 1e8  # bytes per second
 
 
 def reports(lineup: Lineup, rate: Any) -> list[dict[str, Any]]:
-    """What all processes report; `rate` of a group's nodes in bytes per second."""
+    """Make the reports of all processes; `rate` of a group's nodes is in bytes per second."""
     return [
         {"process": process, "group": group.name, "latency_s": 1e-4, "size": 1 << 20}
         | dict.fromkeys(("there_s", "back_s"), (1 << 20) / rate(set(lineup.nodes(group))))

@@ -1,4 +1,4 @@
-"""What submitit is asked for, and who goes on with a run that has to stop."""
+"""Jobs that submitit is asked for, and who goes on with a run that has to stop."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
 
 
 def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one with other arguments or another script, which is another run, nor one that waits for something else."""
+    """A job with other arguments or another script is another run's, and one that waits for something else stays."""
     shown = f"  Command=/x/chain.sh --run_dir=/r/$(test $3 = 17 && echo other || echo run)\n  WorkDir={tmp_path}\n"
     programs = {
         "scancel": f'echo "$@" >>{tmp_path}/calls',
@@ -155,7 +155,7 @@ def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch:
 
 AWAY = "echo 'scontrol: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
 BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
-"""At the third attempt."""
+"""A controller that is back at the third attempt."""
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     holds: bool,
     calls: int,
 ) -> None:
-    """Until a minute before the end, whatever is done to the clock meanwhile.
+    """Attempts end a minute before the job does, whatever is done to the clock meanwhile.
 
     What Slurm refuses, or a machine without its commands, is no reason to wait.
     """
@@ -218,7 +218,7 @@ def test_one_run_for_each_seed(tmp_path: Path) -> None:
     words = ["bash", str(SBATCH / "seeds.sh"), "my run.toml", "/runs/a b", "--actor.learning_rate=1e-6"]
     said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
     own = ["train", "my run.toml", "--train.seed=3", "--run_dir=/runs/a b/seed_3", words[-1]]
-    assert said.splitlines() == [*own, "--slurm.chain=false"]  # or the first to finish would cancel the others
+    assert said.splitlines() == [*own, "--slurm.chain=false"]  # otherwise the first to finish would cancel the others
     for bad, environ in ((words[:3], environment), (words, {"PATH": os.environ["PATH"]})):
         done = subprocess.run(bad, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""What is made of the facts that nodes report: each odd one is named, with what to do about it."""
+"""Verdicts on the facts that nodes report: each odd one is named, with what to do about it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def facts(node: str, **changes: Any) -> NodeFacts:
 
 
 def examined(odd: str = "n3", needs: Needs = NEEDS, said: str = "", nodes: Any = None, **changes: Any) -> Report:
-    """What is found of four nodes of which one is `odd`."""
+    """Judge four nodes, one of which is `odd`."""
     there = {node: facts(node) for node in NODES} if nodes is None else nodes
     if odd in there:
         there[odd] = replace(there[odd], **changes)
@@ -69,7 +69,7 @@ def test_good_nodes_pass() -> None:
     assert report.notes() == []
     names = {check.name for check in report.checks}
     assert {"names", "interfaces", "clocks", "packages", "run directory", "limits", "GPUs"} <= names
-    uncounted = {node: facts(node, free_files=-1) for node in NODES}  # by a file system that has no inodes
+    uncounted = {node: facts(node, free_files=-1) for node in NODES}  # the file system has no inodes
     assert examined(nodes=uncounted).verdict == OK
 
 

@@ -1,4 +1,4 @@
-"""Where reward.workers_num_nodes and cluster.spares count: layout, preflight, a step, a job that is submitted."""
+"""reward.workers_num_nodes and cluster.spares in the layout, the preflight, a step and a job that is submitted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
     found = [slurm_parameters(one)["slurm_additional_parameters"] for one in (alone, asked)]
     assert found[1]["nodes"] == found[0]["nodes"] + 3
     assert slurm_parameters(config(1))["slurm_additional_parameters"]["no-kill"] is True
-    asked.slurm.nodes = 5  # what the user says is the whole job
+    asked.slurm.nodes = 5  # a number that the user gives is the whole job's
     assert slurm_parameters(asked)["slurm_additional_parameters"]["nodes"] == 5
 
 

@@ -29,7 +29,7 @@ SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What statvfs answers: 3 MiB of 8 GiB are free, inodes as well."""
+    """Make statvfs answer that 3 MiB and 10 inodes are free."""
     answer = SimpleNamespace(f_bavail=768, f_frsize=4096, f_files=1000, f_favail=10)
     monkeypatch.setattr(run_directory.os, "statvfs", lambda path: answer)
     monkeypatch.setattr(run_directory, "mount_of", lambda path: ("", Path("/scratch"), "lustre"))
@@ -73,7 +73,7 @@ def test_an_error_of_a_role_counts_where_little_is_free(tmp_path: Path, free: Si
                 raise error
     assert remedy(OSError(errno.EFBIG, "File too large"), tmp_path) == "Raise that limit"
     assert remedy(OSError(errno.EIO, "Input/output error"), tmp_path) == "Set run_dir to another disk"
-    free.f_flag = 0  # it was another disk of the role
+    free.f_flag = 0  # another disk of the role was read-only
     assert refusal(RemoteError("save: [Errno 30] Read-only file system"), tmp_path) == ""
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics.jsonl, TensorBoard events, summary.json."""
+"""Files that a run leaves behind: metrics.jsonl, TensorBoard events, summary.json."""
 
 from __future__ import annotations
 

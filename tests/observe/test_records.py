@@ -165,7 +165,7 @@ def test_calls_that_overlap_or_follow_at_once_are_one_span() -> None:
     long()
     spans.phase("")
     clock.now += 1
-    row = spans.take().line(2)  # what was in progress goes on
+    row = spans.take().line(2)  # calls and phases that were in progress go on
     assert row["calls"] == [["actor", 1, "train_step", 0.0, 1.0]]
     assert row["phases"] == [["update", 0.0, 1.0]]
     assert spans.take().calls == {}
@@ -203,7 +203,7 @@ def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_
 
 
 def test_a_summary_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that readers find a whole one after a crash of the node, too."""
+    """Readers find a whole one after a crash of the node, too."""
     synced: list[str] = []
     flush = os.fsync
 

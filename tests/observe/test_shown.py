@@ -1,4 +1,4 @@
-"""What a user sees: progress on a terminal and in a log file, the tails of logs."""
+"""Output that a user sees: progress on a terminal and in a log file, the tails of logs."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_weights_of_a_tp_rank() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma", "mistral", "gemma3_text"])
 def test_the_kv_cache_of_other_models_is_as_planned(engine_process: EngineProcess, tmp_path: Path, arch: str) -> None:
-    """Of a real engine; Mistral's window is longer than its texts, Gemma 3's is in five layers of six."""
+    """A real engine says so; Mistral's window is longer than its texts, Gemma 3's is in five layers of six."""
     engine_process.run(child.start, make_tiny(tmp_path / arch, arch, heads=2, kv_heads=1, layers=7), "fp32", 5)
     made, shape = engine_process.run(child.kv_cache), read_shape("actor.model_name_or_path", tmp_path / arch)
     assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
@@ -316,7 +316,7 @@ def test_saved_bytes_of_all_families(variant: str, dtype: int, checkpointing: st
 
 @pytest.mark.parametrize("variant", ["qwen2", "gemma"])
 def test_saved_bytes_under_autocast(variant: str) -> None:
-    """As at ZeRO stage 0 in bf16, with autocast's copies of the matrices; the head was not run."""
+    """ZeRO stage 0 in bf16 saves these, with autocast's copies of the matrices; the head was not run."""
     counted, computed = counted_and_computed(variant, 2, "off", "sdpa", autocast=True)
     assert computed == pytest.approx(counted, rel=0.15)
 

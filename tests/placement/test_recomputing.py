@@ -1,4 +1,4 @@
-"""What the backward pass computes again where train.gradient_checkpointing = auto chooses."""
+"""The backward pass's recomputing, as train.gradient_checkpointing = auto chooses it."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Hidden:
 
 
 def sent(value: Any) -> Any:
-    """What a rank makes of an object that another one sends."""
+    """Encode an object as one rank sends it, and decode it as another receives it."""
     meet(HashStore(), 0, 1)  # guards the unpickler
     tensor, size = distributed_c10d._object_to_tensor(value, torch.device("cpu"), None)
     return distributed_c10d._tensor_to_object(tensor, size, None)

@@ -1,4 +1,4 @@
-"""When an engine takes new weights: behind the responses in flight, or under them. The engine itself is scripted."""
+"""An engine takes new weights behind the responses in flight, or under them. The engine itself is scripted."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def ask(role: EngineLeader) -> Call:
 
 
 def versions_of(asked: Call) -> list[list[int]]:
-    """Of each token of each response."""
+    """List the version of each token of each response."""
     found = [trajectory.versions for trajectory in asked.answer.found]
     return [[span.version for span in spans for _ in range(span.start, span.end)] for spans in found]
 

@@ -1,4 +1,4 @@
-"""What the page gets of a run: pure functions, on a recorded run and on what a kill leaves."""
+"""The content of a run's page: pure functions, on a recorded run and on what a kill leaves."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_curves_are_smoothed_over_steps_tokens_or_time(opened: Page) -> None:
     assert over_steps[-1] == "30"
     choose(opened, "document.querySelector('#view input')", 0.9, "input")
     thin, soft = opened.value(line)
-    assert thin == raw  # what was measured stays behind the smoothed line
+    assert thin == raw  # the measured line stays behind the smoothed one
 
     def detour(line: str) -> float:
         heights = [float(point.split()[1]) for point in line.replace("M", "L").split("L")[1:]]

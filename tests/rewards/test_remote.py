@@ -65,7 +65,7 @@ FAULTS: dict[str, Answer] = {
     "truncated": lambda request, body: say(request, 200, b'{"rewards": [1', 14),
     "cut off": lambda request, body: say(request, 200, b'{"rewards"', 100),
 }
-"""What passes: asked again, the same request is answered."""
+"""Faults that pass: the same request is answered when it is sent again."""
 WRONG: dict[str, tuple[Answer, str]] = {
     "wrong length": (lambda request, body: say(request, 200, b'{"rewards": [1, 2, 3]}'), "3 rewards for 1 responses"),
     "nan": (lambda request, body: say(request, 200, b'{"rewards": [NaN]}'), "nan (float) at index 0"),

@@ -1,4 +1,4 @@
-"""What a run tells of the one whose checkpoint it goes on from."""
+"""Differences from the run whose checkpoint a run goes on from: keys, the model, adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_keys_that_were_changed_are_listed_with_both_values(tmp_path: Path) -> N
 
 
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
-    """Also where it differs in its middle alone, where the first is gone, or where it was replaced in its place."""
+    """A model is another one if its middle alone differs, if the first is gone, or if it was replaced in its place."""
     weights = bytes(100_000) + b"a" * 40_000 + bytes(100_000)
     first, moved, other = (
         {str(path): model_contents(path)}
@@ -52,7 +52,7 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
         )
     )
     refuse_other_model(first, moved)
-    refuse_other_model({}, other)  # of a checkpoint that an earlier version wrote
+    refuse_other_model({}, other)  # a checkpoint of an earlier version has no record of its model
     with pytest.raises(ConfigError, match=r"is .*/b, which holds another model than .*/a did .* another --run_dir"):
         refuse_other_model(first, other)
     (tmp_path / "a" / "config.json").write_text('{"rope_theta": 1}')

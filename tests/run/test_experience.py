@@ -1,4 +1,4 @@
-"""From responses to experience: rewards, corrections, weights of the loss, and optimizer steps."""
+"""The way from responses to experience: rewards, corrections, weights of the loss, and optimizer steps."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_penalties_come_before_the_comparison_and_after_the_normalisation() -> N
     made = config("dr_grpo", 2, rollout__max_new_tokens=4, **{f"reward__{name}": key for name, key in keys.items()})
     batch = experience([3.0, 3.0], [2, 4], reasons=["stop", "length"])
     metrics = filled(made, batch)
-    assert_array_equal(batch.columns["advantages"], [2.25, 2.25, -2.25, -2.25, -2.25, -2.25])  # of 3 - 1 and -0.5 - 2
+    assert_array_equal(batch.columns["advantages"], [2.25, 2.25, -2.25, -2.25, -2.25, -2.25])  # rewards 3 - 1, -0.5 - 2
     assert_array_equal(batch.rewards, [3, 3])
     wanted = {"shaping/cut_off": 0.5, "shaping/overlong": 1.0, "shaping/reward": -0.25}
     assert {name: metrics[name] for name in metrics if name.startswith("shaping/")} == wanted
@@ -113,7 +113,7 @@ def test_penalties_come_before_the_comparison_and_after_the_normalisation() -> N
     made.reward.clip_range = [-10.0, 10.0]
     scale = FixedScale(3.0, 2.0)
     fill_advantages(made, find_algorithm("reinforce"), batch, Rewards(batch.rewards), 0.0, scale)
-    assert_allclose(batch.columns["advantages"], [-1, -1, 1, 1])  # of -1 - 1 and 1 - 1, whitened
+    assert_allclose(batch.columns["advantages"], [-1, -1, 1, 1])  # rewards -1 - 1 and 1 - 1, whitened
 
 
 def test_correct_is_what_the_scores_say_and_without_them_the_rewards() -> None:
@@ -144,7 +144,7 @@ def test_truncated_responses_leave_the_loss_and_stay_in_the_baseline(reason: str
     made.algo.advantage.estimator = "opo"
     filled(made, batch)
     assert_array_equal(batch.columns["advantages"], [0.75, 0, 0, 0])  # the baseline weighs all four tokens
-    assert batch.action_mask.all()  # what compares log-probs goes on with all of them
+    assert batch.action_mask.all()  # log-probs are compared on all of them
     made.rollout.mask_truncated = False
     assert loss_mask(made, batch).all()
 
@@ -210,7 +210,7 @@ def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
 
 
 def test_a_response_that_the_actor_has_left_behind_is_dropped_beyond_the_delta() -> None:
-    """Where its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
+    """Its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
     for delta, kept in ((0.5, 0), (0.6, 1)):
         config, batch = config_of(f"algo.correction.off_policy_delta={delta}"), unlike()
         batch.columns["rollout_logprobs"][3] = math.log(0.9)
@@ -238,7 +238,7 @@ class MovingActor:
 
 
 def test_with_bypass_the_first_optimizer_step_measures_its_part_of_the_batch_age_by_age() -> None:
-    """Of four responses of two tokens, the first token of each an update older; later steps have moved on."""
+    """Four responses have two tokens each, the first of them an update older; later steps have moved on."""
     config = config_of("algo.correction.bypass=true", "rollout.batch_size=4")
     config.train.batch_size, config.algo.kl.init_coef = 2, 0.0
     prompt, spans = np.arange(3, dtype=np.int32), [VersionSpan(0, 1, 4), VersionSpan(1, 2, 5)]

@@ -1,4 +1,4 @@
-"""What a run on CPUs measures before its first step."""
+"""Measurements of a run on CPUs before its first step."""
 
 from __future__ import annotations
 

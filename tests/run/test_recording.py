@@ -1,4 +1,4 @@
-"""What a run records and tells while it goes on."""
+"""Records and messages of a run while it goes on."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_what_goes_wrong_is_said_once_and_the_run_goes_on(tmp_path: Path, capsys
 
 
 ONE = place(Topology.uniform(["n1"], 1), [RoleSize("actor", 1, 1)])
-LAUNCHER: Any = None  # for conductors whose work is replaced
+LAUNCHER: Any = None  # these conductors start nothing: their work is replaced
 
 
 def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(

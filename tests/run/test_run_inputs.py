@@ -1,4 +1,4 @@
-"""What a run reads before it starts: how many steps its prompts are enough for, and what it notes of its model."""
+"""Inputs that a run reads before it starts: how many steps its prompts are enough for, and notes on its model."""
 
 from __future__ import annotations
 

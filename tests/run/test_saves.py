@@ -176,7 +176,7 @@ def test_a_trainer_that_dies_while_it_writes_leaves_the_one_before(checkpoints: 
     checkpoints.finish()
     actor.error = RoleDied("actor rank 0 is lost")
     begin_save(checkpoints, actor)
-    checkpoints.abandon(20.0)  # what ended the run counts
+    checkpoints.abandon(20.0)  # its error is dropped: the one that ended the run counts
     assert checkpoints.directory.latest() == checkpoints.directory.of(1)
 
 

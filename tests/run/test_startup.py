@@ -1,4 +1,4 @@
-"""What the start of a run tells its engines and its user."""
+"""Messages of the start of a run to its engines and its user."""
 
 from __future__ import annotations
 

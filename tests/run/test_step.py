@@ -1,4 +1,4 @@
-"""What `collect` and `update` of a step make of a batch, by what the ranks are sent to train on."""
+"""`collect` and `update` of a step, judged by the batches that they send to ranks to train on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import TrainAnswer, TrainBatch
 
 LENGTHS = [3, 1, 2, 4]
-"""Of the responses to two prompts; all tokens of response i are i."""
+"""Lengths of the responses to two prompts; all tokens of response i are i."""
 REWARDS = [1.0, 1.0, 2.0, 3.0]
 
 
@@ -52,7 +52,7 @@ class Rank:
 class Run:
     """One step whose responses ended for `reasons`, and whose engine gave a token of the last one `logprob`."""
 
-    VERSION = 0  # of the actor; that of all responses is 0
+    VERSION = 0  # the actor's; all responses have version 0
 
     def __init__(self, roles: list[str], reasons: str = "stop stop stop stop", logprob: float = -1.0, **keys: object):
         config = Config()
@@ -107,7 +107,7 @@ def test_a_token_without_a_log_prob_of_the_engine_is_not_trained_on(logprob: flo
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
-    """With rollout.mask_truncated; without it all of them are. Every term has the mask, or weights, or both."""
+    """rollout.mask_truncated does it; without it all responses count. Every term has the mask, or weights, or both."""
     keys = {"policy_loss_type": "gspo", "entropy_coef": 0.1, "nll_coef": 0.1}
     kl: dict[str, object] = {"algo__kl__use_loss": True, "algo__kl__estimator": "k2", "algo__kl__init_coef": 0.5}
     run = Run(
@@ -125,12 +125,12 @@ def test_a_truncated_response_is_in_no_term_of_the_loss(masked: bool) -> None:
     for name, factor in (("loss", 1.0), ("entropy", 1.0), ("kl", 0.5)):
         assert_allclose(actor.columns[f"{name}_weights"][left], factor * means[left], rtol=1e-6)
     assert_allclose(actor.columns["nll_weights"], np.where(left, 1 / kept, 0), rtol=1e-6)
-    assert run.experience.action_mask.all()  # what compares log-probs goes on with all of them
+    assert run.experience.action_mask.all()  # log-probs are compared on all of them
     assert run.metrics["kl"] == pytest.approx(sum(LENGTHS) / 4 / 2)
 
 
 def test_the_turn_of_a_reward_model_counts_for_rewards() -> None:
-    """And not for the passes of other roles; without one nothing is waited for before these."""
+    """Other roles' passes do not count there; without a reward model nothing is waited for before them."""
     for roles, begin in ((["actor", "reward"], ["forward", "reward", "forward", ""]), (["actor"], ["forward", ""])):
         run = Run(roles, train__colocate_all=True, algo__advantage__estimator="rloo")
         assert run.phases[: len(begin) + 1] == [*begin, "reward"]

@@ -83,7 +83,7 @@ SHEETS: dict[str, object] = {
     "eval.dataset": "",
     "logger.tensorboard": False,
 }
-"""What is the user's, and sizes; all else is sbatch/recipes/tools_grpo.toml and sbatch/quickstart.toml."""
+"""Keys that are the user's, and sizes; all else is sbatch/recipes/tools_grpo.toml and sbatch/quickstart.toml."""
 
 
 # --- the model of sbatch/quickstart.sh, and a copy of it whose policy may call a tool ---------------------------------
@@ -97,7 +97,7 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
     "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-"""What its vocabulary has no token for, such as the name of a tool, leaves none in a prompt."""
+"""A chat template. Words that its vocabulary has no token for, such as a tool's name, leave none in a prompt."""
 
 
 def quickstart_model(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""How runs end that cannot go on, trainers that start again, and runs that hang."""
+"""Runs that cannot go on and how they end, trainers that start again, and runs that hang."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_o
         run.process.send_signal(signal.SIGINT)  # Ctrl-C ends what the run has started
         code, output = run.wait()
     assert code == 130, output
-    assert "step_000002" in output  # where it went on
+    assert "step_000002" in output  # the step that it went on from
     assert "loading actor, critic; starting 1 engines" in output
     assert re.search(r"^actor is ready after \d+ s$", output, re.MULTILINE)
     assert re.search(r"^critic is ready after \d+ s$", output, re.MULTILINE)
@@ -221,7 +221,7 @@ PLACES = ("python", "lock", "engine", "reward-hang")
 
 
 class Stated:
-    """What a hang left behind."""
+    """Holds the files that a hang left behind."""
 
     def __init__(self, directory: Path) -> None:
         self.report = (directory / "report.txt").read_text()

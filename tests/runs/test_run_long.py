@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(slots=True)
 class History:
-    """What was seen of a run."""
+    """Holds samples of a run's processes and of its directory."""
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)  # by the name of a process
     disk: list[tuple[int, int, int]] = field(default_factory=list)  # step, bytes of records, bytes of all else
@@ -91,7 +91,7 @@ class History:
 
 
 def slope_per_100(points: Sequence[tuple[float, float]]) -> float:
-    """By how much the second number of the points grows in 100 of the first: Theil and Sen's median of slopes.
+    """Compute the growth of the second number per 100 of the first: Theil and Sen's median of slopes.
 
     A few points that lie apart, as while a report is being written, do not tilt it.
     """
@@ -107,7 +107,7 @@ def memory_slope(samples: Sequence[Sample]) -> float:
 
 
 def more(samples: Sequence[Sample]) -> dict[str, tuple[int, int]]:
-    """What a process has more of in the last third of its samples than in the first: name -> (then, now), medians.
+    """Find what has grown from the first third of the samples to the last: name -> (median then, median now).
 
     The most would count threads that live as long as a weight update does, which only some samples meet.
     """
@@ -140,7 +140,7 @@ def processes(run_dir: Path) -> Iterator[tuple[str, int]]:
 
 
 def kind(words: Sequence[str]) -> str:
-    """What a process of a run is, and of which role: `rank of actor`."""
+    """Name the kind of a run's process and its role: `rank of actor`."""
     line = " ".join(words)
     role = re.search(r"--role=(\w+)", line)
     if role is None:

@@ -27,7 +27,7 @@ SMALL = (
     *("--eval.dataset=", "--logger.tensorboard=false"),
 )
 MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batch_size=12")}
-"""What the quickstart switches off in a recipe, because its answers are short and its batches small."""
+"""Options that the quickstart switches off in a recipe, because its answers are short and its batches small."""
 ROLES = {"ppo": {"critic", "reference"}, "reinforce_pp": {"reference"}, "rloo": {"reference"}}
 """Roles of a recipe but the actor and the engines."""
 
@@ -140,7 +140,7 @@ FILTERED = (
 
 
 def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
-    """Which prompts come next, how many a round has and which engine gets them: all as if nothing had happened."""
+    """The next prompts, their number in a round and their engines are as if nothing had happened."""
     config = workspace(tmp_path, PARITY)
     world = (*FILTERED, "--vllm.num_engines=2", "--ckpt.save_steps=1")
     finished(config, tmp_path / "whole", *world)
@@ -149,7 +149,7 @@ def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
         assert row["reward_constant"] == 0  # every group has spread
         assert row["dynamic_filtering/prompts"] > BATCH
         assert row["dynamic_filtering/pass_rate"] * row["dynamic_filtering/prompts"] >= BATCH - 1e-6
-    # What a run that was killed after its first checkpoint would go on from.
+    # A run that was killed after its first checkpoint would go on from this one.
     first = tmp_path / "whole" / "checkpoints" / "step_000001"
     finished(config, tmp_path / "resumed", *world, f"--resume={first}")
     assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[1:])

@@ -119,7 +119,7 @@ def test_its_ranks_were_forked_from_a_warm_process(whole: tuple[Path, str]) -> N
 
 
 def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
-    """In a browser, and its data."""
+    """The report has the run's data, and a browser draws it."""
     run_dir, _ = whole
     files = RunFiles.read(RunDirectory(run_dir))
     kinds = [event.event for event in files.events if event.event != "warning"]
@@ -159,7 +159,7 @@ def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
     assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
     rows = metrics(run_dir)
     assert all(row["first_ratio"] == pytest.approx(1.0, abs=1e-6) for row in rows)
-    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # of all updates of a step
+    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # the mean of all updates of a step
 
 
 def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
@@ -234,7 +234,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 
 
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
-    """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
+    """It goes on from the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
     words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
     output = finished(config, run_dir, *words)
@@ -362,6 +362,6 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     for stage in stages:
         together = list(itertools.islice(left, len(stage)))
         assert {str(call) for call in together} == stage
-        assert min(call.begin for call in together) > before  # what comes first has been answered
+        assert min(call.begin for call in together) > before  # earlier calls have been answered
         before = max(call.end for call in together)
     assert list(left) == []

@@ -80,7 +80,7 @@ def models(size: str) -> Models:
 def test_memory_is_there_on_common_machines(
     name: str, gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By `plan`, as a user would ask; engines hold all sequences that come at once, and trainers have a margin."""
+    """`plan` says so, as to a user; engines hold all sequences that come at once, and trainers have a margin."""
     model = make_shape(tmp_path / "model", MODELS[name])
     words = ["plan", str(SBATCH / f"{name}.toml"), f"--actor.model_name_or_path={model}", f"--gpu={gpu}", "--json"]
     assert main([*words, f"--nodes={NODES[name]}", f"--gpus_per_node={ON_A_NODE[name]}"]) == 0
@@ -182,7 +182,7 @@ def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: P
 
 SMALL = {**SHAPES["7B"], "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
          "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936}  # fmt: skip
-"""Of Qwen2.5-0.5B's config.json."""
+"""Sizes of Qwen2.5-0.5B, from its config.json."""
 
 
 def reward_function() -> Any:

@@ -1,4 +1,4 @@
-"""What the quickstart brings along: its configurations, its data, its model and its reward function."""
+"""Inputs of the quickstart: its configurations, its data, its model and its reward function."""
 
 from __future__ import annotations
 

@@ -140,12 +140,12 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
     assert [(engine["node"], engine["gpus"], engine["lost"]) for engine in engines] == [
         (node, gpus, "") for node in ("gpu002", "gpu003") for gpus in ([0, 1], [2, 3])
     ]
-    assert {engine["engine"] for engine in engines if engine["responses"]} >= {2, 3}  # of the third node
+    assert {engine["engine"] for engine in engines if engine["responses"]} >= {2, 3}  # engines of the third node
     assert not any(slurm.left(run_dir, node) for node in slurm.names)
 
 
 def wait_for_engines(slurm: Cluster, output: Path, engines: set[int]) -> None:
-    """Until each of them has answered."""
+    """Wait until each of the engines has answered."""
     slurm.wait_until(lambda: {line["engine"] for line in lines_of(output)} >= engines, f"answers of engines {engines}")
 
 

@@ -52,7 +52,7 @@ def config(slurm: Cluster) -> Path:
 
 @contextmanager
 def client(slurm: Cluster) -> Iterator[pytest.MonkeyPatch]:
-    """This process as one on the login node."""
+    """Make this process one on the login node."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATH", "SLURM_CONF"):
             patch.setenv(name, slurm.environment[name])
@@ -72,7 +72,7 @@ def wait_for_step(slurm: Cluster, run_dir: Path, step: int) -> None:
 
 
 def wait_for_restart(slurm: Cluster, job: int, run_dir: Path, restart: int) -> None:
-    """It has saved and is back in the queue."""
+    """Wait until the run has saved and its job is back in the queue."""
     slurm.wait_until(lambda: slurm.job(job)["Restarts"] == str(restart), f"restart {restart}")
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
 
@@ -104,7 +104,7 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
         slurm.start_soon(number)
 
         wait_for_step(slurm, run_dir, len(metrics(run_dir)) + 1)
-        # As at the end of its time: Slurm sends the batch step what --signal=B:USR2@... asks for.
+        # The end of the job's time is like this: Slurm sends the batch step what --signal=B:USR2@... asks for.
         slurm.run("scancel", "--batch", f"--signal={SIGNAL.name}", str(number))
         wait_for_restart(slurm, number, run_dir, 2)
         slurm.start_soon(number)
@@ -155,7 +155,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
             assert re.search(
                 r"^look inside srun --jobid=\d+ --overlap --pty .*--nodelist=gpu001 bash$", shown, re.MULTILINE
             )
-    # Of a task of an array scancel tries again until it is gone, and then complains of that (Slurm 22.05).
+    # For a task of an array scancel tries again until the task is gone, and then complains of that (Slurm 22.05).
     slurm.run("bash", "-c", f"scancel --batch --signal=USR1 {job}_1 || true")
     slurm.wait_until(lambda: not slurm.run("squeue", "-h"), "end of the chain")
     said = Path(f"{run_dir}.log").read_text()

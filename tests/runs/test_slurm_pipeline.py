@@ -45,7 +45,7 @@ def test_stages_are_jobs_that_wait_for_each_other(slurm: Cluster) -> None:
     lines = slurm.run(COMMAND, "status", str(root / "out")).splitlines()
     assert [line.split()[2] for line in lines] == ["done:", "done:"]
 
-    # What has changed runs again, here in one job: the stages one after the other.
+    # Stages that have changed run again, here in one job, one after the other.
     (root / "base.toml").write_text(BASE.replace("[dpo]", "[dpo]\nlabel_smoothing = 0.1"))
     header = ["--nodes=1", "--gres=none", "--mem=4000", "--signal=B:USR1@10", "--time=30", f"--output={root}.log"]
     job = slurm.sbatch(*header, "--chdir", str(CHECKOUT), str(CHECKOUT / "sbatch" / "pipeline.sh"), str(file))

@@ -54,7 +54,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
         assert login.poll() is None, login.communicate()[0]
         slurm.wait_until(lambda: steps(second) >= 2, "second step of the other run")
         assert_devices(slurm, first, second)
-        assert_doors(slurm, first, second)
+        assert_ports_are_ours_alone(slurm, first, second)
         allocation = int(json.loads((first / "session.json").read_text())["job_id"])
         assert {slurm.job(number)["JobState"] for number in (job, allocation)} == {"RUNNING"}
         (engine,) = json.loads((first / "rank_map.json").read_text())["roles"]["rollout"]
@@ -68,13 +68,13 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     killed = rf"rank \d of engine \d on {engine['node']} \(pid \d+\) was killed by SIGKILL"
     assert re.search(rf"engine 0 on {engine['node']} is lost: {killed}. 0 of 1 engines go on", words), words
     assert re.search(r"error: role actor died: rank \d on gpu003 ", words), words
-    assert not slurm.left(first, *slurm.names)  # though no batch step ended
+    assert not slurm.left(first, *slurm.names)  # no batch step had to end for that
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation")
     assert_a_killed_rank_is_started_again(slurm, second)
     assert slurm.job(job)["Restarts"] == "0"
     assert_hang_is_reported_every_node(slurm, second, holds)
 
-    slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
+    slurm.cluster("crash", "gpu002")  # one of the actor's ranks is there: the other's collective breaks at once
     slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job")
     slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes")
     # Slurm had not informed the job: its node still counts as alive.
@@ -160,8 +160,8 @@ def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
     assert granted[first, "gpu003"] == ["4", "5"]
 
 
-def assert_doors(slurm: Cluster, *run_dirs: Path) -> None:
-    """What listens does so on loopback or on the node's address in the cluster: torchrun's stores, too, as with GPUs.
+def assert_ports_are_ours_alone(slurm: Cluster, *run_dirs: Path) -> None:
+    """Check that ports listen on loopback or the node's address in the cluster: torchrun's stores, too, as with GPUs.
 
     The keys are in a file that nobody else can read, and in no command line, environment, log or record of the job.
     """

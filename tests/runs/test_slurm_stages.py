@@ -127,7 +127,7 @@ def test_a_stage_saves_requeues_itself_and_goes_on_with_the_same_numbers(
     if way == "submitit":
         assert asked.result()["status"] == "finished"
     whole = f"whole_{stage}_{nodes}"
-    if not (work / f"{whole}.run").exists():  # of another way
+    if not (work / f"{whole}.run").exists():  # another way may have made it
         assert slurm.wait_over(by_sbatch(slurm, work, stage, whole, nodes, zero)) == ("COMPLETED", 0)
     assert timeless_metrics(work / f"{whole}.run") == found
 

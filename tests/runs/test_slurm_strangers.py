@@ -33,7 +33,7 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
     recorded = record(endpoint, RunKeys.load(run_dir / ".control" / "keys.json"), "actor", 2)
 
     def ports() -> list[Listening]:
-        """Those that another machine reaches. srun is Slurm's own."""
+        """List the ports that another machine reaches. srun is Slurm's own."""
         ours = [
             pid
             for node in slurm.names[:2]
@@ -67,7 +67,7 @@ def over(slurm: Cluster, job: int) -> bool:
 
 
 def counted(log: str) -> dict[str, int]:
-    """What the conductor wrote about its control port when it closed it."""
+    """Read the counts that the conductor wrote about its control port when it closed it."""
     (line,) = [line for line in log.splitlines() if "control port:" in line]
     words = line.partition("control port: ")[2].split(", ")
     return {name: int(number) for number, _, name in (word.partition(" ") for word in words)}

@@ -52,11 +52,11 @@ def task(job: Any) -> int:
 
 def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> None:
     run_dir, holds = config.parent / "local", Holds(config)
-    holds.hold(PACE, "0.5")  # so that it is not through with its steps before the signal
+    holds.hold(PACE, "0.5")  # its steps are not over before the signal
     job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
     try:
         run.wait_for_step(1)
-        # What submitit's controller does at the end of the time.
+        # submitit's controller sends this signal at the end of the time.
         os.kill(task(job), SIGNAL)
         holds.let_go(PACE)
         result = job.result()

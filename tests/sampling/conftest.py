@@ -1,4 +1,4 @@
-"""What the tests of this folder leave behind."""
+"""End the loops of episodes that the tests of this folder leave behind."""
 
 from __future__ import annotations
 

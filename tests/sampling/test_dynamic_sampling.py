@@ -155,7 +155,7 @@ class Fixed(Engines):
 
 
 class Graded:
-    """In place of `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
+    """Stands in for `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
         scores = [t.prompt % 5 / 5 + 0.1 * (-1) ** t.sample for t in trajectories]
@@ -211,7 +211,7 @@ def test_rounds_have_an_end() -> None:
 
 
 def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configuration() -> None:
-    """Of five groups with means from 0 to 0.8, and spread, two lie within."""
+    """Two of five groups lie within: all have spread, and their means go from 0 to 0.8."""
     batches, _ = rounds(order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.3, 0.7])
     batch = batches.take(1)
     assert places(batch) == [2, 3, 7, 8]

@@ -245,7 +245,7 @@ def test_a_prompt_that_does_not_fit_is_named(tmp_path: Path, plain: Tokenizer) -
     assert "begins with a prompt of 50 tokens, and 1 to 34 fit" in said
 
 
-def test_lost_episodes_are_told_now_and_then_and_where_most_are_lost_the_run_ends(
+def test_lost_episodes_are_reported_now_and_then_and_where_most_are_lost_the_run_ends(
     tmp_path: Path, plain: Tokenizer
 ) -> None:
     made = environments(tmp_path, plain)

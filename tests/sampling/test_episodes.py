@@ -1,4 +1,4 @@
-"""What the coroutine of an episode asks the scheduler for."""
+"""Requests of an episode's coroutine to the scheduler."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Batch:
         threading.Thread(target=run, daemon=True).start()
 
     def result(self) -> list[tuple[int, int, int]]:
-        """Of each response, its prompt, its sample and its engine."""
+        """Return the prompt, the sample and the engine of each response."""
         found = self._found.result(HANG_S)
         return [(each.prompt, each.sample, each.engine) for each in found]
 
@@ -67,7 +67,7 @@ def test_the_part_of_a_lost_engine_goes_whole_to_one_that_has_done_its_own() -> 
     assert engines.messages == [[(prompt, k) for prompt in part for k in (0, 1)] for part in ((0, 2, 4), (1, 3, 5))]
     engines.lose(1)
     engines.finish(0, 2, 4)
-    until(lambda: owners(engines, 0) == [1, 3, 5])  # at a time, as the lost one had them
+    until(lambda: owners(engines, 0) == [1, 3, 5])  # as many at a time as the lost one had
     engines.finish(1, 3, 5)
     assert batch.result() == [(prompt, sample, 0) for prompt in range(6) for sample in (0, 1)]
 

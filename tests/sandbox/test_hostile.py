@@ -27,12 +27,12 @@ SIDE_BY_SIDE = 6
 
 @dataclass(frozen=True)
 class Targets:
-    """What is outside the sandbox."""
+    """Targets outside the sandbox."""
 
     victim: int  # a process
     secret: str  # a file, in a directory of its own
-    word: str  # what it holds
-    port: int  # of TCP, on this machine
+    word: str  # the content of the secret
+    port: int  # a TCP port of this machine
     unix: str  # a socket
     folder: str  # the secret's
 
@@ -272,7 +272,7 @@ def climbers(at: Targets) -> Iterator[Hostile]:
 
 @pytest.fixture
 def targets(tmp_path: Path) -> Iterator[Targets]:
-    """What a program could reach; at the end all of it has to be as it was."""
+    """Make the targets that a program could reach; at the end all of them have to be as they were."""
     folder = tmp_path / "others"
     folder.mkdir()
     secret, word = folder / "secret", "w" * 40
@@ -325,7 +325,7 @@ def escapes(kind: str, hostile: Hostile) -> list[str]:
 
 
 def _known(kind: str, hostile: Hostile) -> bool:
-    """What `commands.LACKS` says of a kind: in Landlock's files can be made without end, up to the size of each."""
+    """Whether `commands.LACKS` names the escape: under Landlock any number of files may be made, up to a size each."""
     return kind == "landlock" and hostile.family == "full disk" and "f%d" in hostile.code
 
 

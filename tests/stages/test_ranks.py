@@ -1,4 +1,4 @@
-"""What three ranks of a stage compute, compared with what one computes, on examples of unlike lengths."""
+"""Three ranks of a stage compute what one computes, on examples of unlike lengths."""
 
 from __future__ import annotations
 

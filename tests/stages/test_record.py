@@ -1,4 +1,4 @@
-"""What a stage leaves behind while it trains, and what it goes on from."""
+"""Files that a stage leaves behind while it trains, and the step that it goes on from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slurm_rlhf.trainer.distributed import World
 
 @pytest.fixture(autouse=True)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """Where the model goes; ranks wait for no other."""
+    """A configuration that says where the model goes; ranks wait for no other."""
     monkeypatch.setattr("torch.distributed.barrier", lambda **_: None)
     made = Config()
     made.sft.output_dir = str(tmp_path / "out")
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_of_one_number_of_steps(config: Config, tmp_path: Path) 
 def test_a_checkpoint_goes_on_under_its_own_keys(
     config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that change the training are named, and those that change what its state means are refused."""
+    """Changed keys of the training are named, and those that change what its state means are refused."""
     model = {"model": "1"}
     keys = OrderKeys("sft.dataset", "sft.batch_size", "sft.output_dir")
     record, order = StageRecord("sft", config, ALONE), PromptOrder(40, 4, 1, 0, keys=keys)

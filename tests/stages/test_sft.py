@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # Answers as vLLM samples them, with the log-probs of the tokens.
 KEPT = (".control", "logs", "session.json")
-"""In the directory of every run."""
+"""Names in the directory of every run."""
 VLLM = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -58,7 +58,7 @@ def job(tmp_path: Path) -> Path:
 
 
 def make_job(tmp_path: Path) -> Path:
-    # What an installation puts on the PATH.
+    # An installation puts this program on the PATH.
     (tmp_path / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
     make_tiny(tmp_path / "model")
     rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]

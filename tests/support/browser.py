@@ -32,7 +32,7 @@ OPTIONS = (
 
 
 def chromium() -> str:
-    """Its path; the test skips where there is none, which conftest.py does not allow under CI."""
+    """Return the browser's path; the test skips where there is none, which conftest.py does not allow under CI."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
         pytest.skip("no chromium here: tests/run.sh installs it as root on Debian and Ubuntu")
@@ -64,7 +64,7 @@ class Page:
         until(lambda: self.value(drawn) not in ("", False, "no") or self.complaints, f"the drawing of {file}", 0.05)
 
     def value(self, expression: str) -> Any:
-        """What an expression is, as JSON."""
+        """Return the value of an expression, as JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -130,7 +130,7 @@ class Browser:
     def call(
         self, method: str, parameters: dict[str, Any], session: str = "", limit_s: float = HANG_S
     ) -> dict[str, Any]:
-        """What a method answers; AssertionError when it fails or takes longer."""
+        """Call a method and return its answer; AssertionError when it fails or takes longer."""
         number, end = self.send(method, parameters, session), time.monotonic() + limit_s
         while True:
             message = self._receive(end, method)

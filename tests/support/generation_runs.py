@@ -66,7 +66,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def written(file: Path) -> int:
-    """How many whole lines an output has."""
+    """Count the whole lines of an output."""
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
@@ -78,6 +78,6 @@ def assert_whole(file: Path, rows: int) -> None:
 
 
 def answers(file: Path) -> dict[tuple[int, int], Any]:
-    """What an output says, without what depends on who answered."""
+    """Read an output, without the fields that depend on who answered."""
     kept = ("response", "finish_reason", "tokens", "seed", "score", "error")
     return {(line["row"], line["sample"]): [line.get(key) for key in kept] for line in lines_of(file)}

@@ -17,7 +17,7 @@ from gpu_streams import Streams
 
 @dataclass
 class Properties:
-    """As torch.cuda.get_device_properties gives them; its fields are compared with the stub's."""
+    """Holds what torch.cuda.get_device_properties gives; its fields are compared with the stub's."""
 
     name: str
     uuid: str
@@ -31,7 +31,7 @@ class Properties:
 
 
 def properties_in_torch() -> set[str]:
-    """What a GPU's properties have: by the stub, and by torch's own use of what the stub forgets (PCI addresses)."""
+    """Names of a GPU's properties: those of the stub, and those that it forgets and torch uses (PCI addresses)."""
     if hasattr(torch._C, "_CudaDeviceProperties"):
         return set(dir(torch._C._CudaDeviceProperties))
     home = Path(torch.__file__).parent
@@ -65,7 +65,7 @@ class Cuda:
                 cuda._current = self.prev_idx
 
         class StreamContext:
-            """What torch.cuda.stream returns."""
+            """Stands in for the context that torch.cuda.stream returns."""
 
             def __init__(self, stream: Any) -> None:
                 self.stream = stream
@@ -88,7 +88,7 @@ class Cuda:
         self._local.index = index
 
     def _device(self, device: Any = None) -> torch.device:
-        """With its number. Raises RuntimeError for one that is not there."""
+        """Return a device with its number. Raises RuntimeError for one that is not there."""
         if device is None:
             return torch.device("cuda", self._current)
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -25,7 +25,7 @@ FIELDS = (
     "event_handle",
     "event_sync_required",
 )
-"""What `_share_cuda_` returns and `_new_shared_cuda` takes, as torch itself unpacks it."""
+"""Fields that `_share_cuda_` returns and `_new_shared_cuda` takes, as torch itself unpacks them."""
 
 
 @cache
@@ -38,7 +38,7 @@ def fields_in_torch() -> tuple[str, ...]:
 
 
 class Ledger:
-    """What GPUs still do with memory that several processes have mapped, in a file that these share.
+    """Lists uses by GPUs, not yet over, of memory that several processes have mapped, in a file that these share.
 
     A process enters each use, and strikes it out when its host knows that it is over. Until then no other process may
     do anything there that does not go together with it, however soon the GPU is done.
@@ -50,7 +50,7 @@ class Ledger:
         self._entered = 0
 
     def enter(self, low: int, high: int, does: str, at: tuple[int, int]) -> str:
-        """This process `does` ("reads", "writes") something at these bytes; who stands in the way, if anybody does."""
+        """Enter that this process `does` ("reads", "writes") something at these bytes; return whose use forbids it."""
         with self._uses() as uses:
             for process, start, end, other, *_ in uses:
                 if process != self._me and start < high and low < end and "writes" in (does, other):

@@ -36,7 +36,7 @@ from gpu_signatures import bound
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
 EXIT_CODE = 134
-"""Of a process that the watchdog took down: std::terminate aborts."""
+"""Exit status of a process that the watchdog took down: std::terminate aborts."""
 
 _LOOK_S = 0.02
 _open = threading.local()
@@ -208,7 +208,7 @@ class ProcessGroupNCCL:
         return work
 
     def _execute(self) -> None:
-        with torch._C.DisableTorchFunction():  # what it computes is not the host's work on some stream
+        with torch._C.DisableTorchFunction():  # the host does not compute this on a stream
             while (item := self._queue.get()) is not None:
                 work, waits_for = item
                 work.execute(waits_for)
@@ -246,7 +246,7 @@ class ProcessGroupNCCL:
 
 
 def held_back() -> int:
-    """How many operations of this thread are open, in whatever group: NCCL starts nothing before they end."""
+    """Count the open operations of this thread, in whatever group: NCCL starts nothing before they end."""
     return getattr(_open, "operations", 0)
 
 

@@ -1,4 +1,4 @@
-"""What a bare ProcessGroupNCCL accepts, by the bindings and stubs of the installed torch. See gpu_nccl.py."""
+"""The interface of a bare ProcessGroupNCCL, by the bindings and stubs of the installed torch. See gpu_nccl.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WORK = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "Work"
 
 
 def known(name: str) -> list[Any]:
-    """What the bindings accept under `name`. Raises AttributeError where a bare ProcessGroupNCCL has no such method."""
+    """Return the signatures under `name`. Raises AttributeError where a bare ProcessGroupNCCL has no such method."""
     if name in STUB.methods and name not in dir(BACKEND):
         return STUB.methods[name]
     if callable(getattr(BACKEND, name, None)):
@@ -48,7 +48,7 @@ class Options:
 
 
 class FakeWork:
-    """What an operation returns."""
+    """Stands in for the handle that an operation returns."""
 
     def __init__(self, group: ProcessGroupNCCL, run: Callable[[], None], clock: dict[int, int]) -> None:
         self._group, self._run, self._clock = group, run, clock
@@ -83,7 +83,7 @@ class FakeWork:
     def synchronize(self) -> None:
         self._group._streams.current()._take(self._clock, [self])
 
-    # What follows is the stand-ins' own.
+    # The methods below are the stand-ins' own.
 
     def over(self) -> bool:
         return self._done.is_set()
@@ -123,7 +123,7 @@ def _nothing() -> None: ...
 
 
 def fits(annotation: str, value: Any) -> bool:
-    """What pybind11 would refuse of tensors, lists of them and numbers."""
+    """Whether pybind11 would accept a value, where it is to be a tensor, a list of them or a number."""
     if annotation == "torch.Tensor":
         return isinstance(value, torch.Tensor)
     if annotation == "collections.abc.Sequence[torch.Tensor]":

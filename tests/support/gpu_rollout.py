@@ -63,7 +63,7 @@ class Platform:
 
 
 def signatures() -> list[str]:
-    """What the stand-ins offer, and what the code uses of vLLM on GPUs alone, is in the installed vLLM; the rest."""
+    """Check stand-ins, and what the code uses of vLLM on GPUs alone, against the installed vLLM; list the latter."""
     from vllm.platforms.interface import Platform as Real
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Second
@@ -148,7 +148,7 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
 
 
 def unpacked_on_a_gpu() -> int:
-    """How many modules were looked at around a reload: none, weights are used as they are loaded."""
+    """Count the modules that were looked at around a reload: none, weights are used as they are loaded."""
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
@@ -163,7 +163,7 @@ def unpacked_on_a_gpu() -> int:
 
 
 def imports() -> list[str]:
-    """What of vLLM is imported ahead on a GPU, and asked for where this build lacks it."""
+    """List modules that are imported ahead on a GPU: vLLM's engine, and flash attention, which this build lacks."""
     import builtins
 
     from slurm_rlhf.engine._vllm import import_vllm
@@ -183,7 +183,7 @@ def imports() -> list[str]:
 
 
 def attention() -> str:
-    """What the engine that runs says of its layers."""
+    """Return the attention backend that the running engine reports."""
     import rollout_engine
 
     return str(rollout_engine.engine.status.attention)

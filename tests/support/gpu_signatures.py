@@ -1,4 +1,4 @@
-"""What the installed libraries' functions accept, read from the libraries themselves, and whether a stand-in agrees.
+"""Signatures of the installed libraries' functions, read from the libraries themselves, to compare stand-ins with.
 
 Sources: `inspect` for Python functions, the docstrings that pybind11 writes into its bindings, and .pyi stubs (parsed)
 for what a CPU build of torch lacks.
@@ -35,7 +35,7 @@ def check_signature(real: Any, fake: Any, name: str = "") -> None:
 
 
 def differences(real: Any, fake: Any, name: str) -> list[str]:
-    """What `check_signature` objects to; empty when all is well."""
+    """List the objections of `check_signature`; empty when all is well."""
     if inspect.isclass(fake):
         if not inspect.isclass(real):
             return [f"{name} is no class"]
@@ -95,7 +95,7 @@ def of_binding(text: str) -> list[inspect.Signature]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Cut a text at the commas outside of brackets."""
     items, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         depth += (letter in "([<{") - (letter in ")]>}")
@@ -197,7 +197,7 @@ def bound(
 
 
 def _complaint(real: inspect.Signature, fake: inspect.Signature) -> str:
-    """Why a call that `fake` accepts would fail at `real`; empty where none would."""
+    """Say why a call that `fake` accepts would fail at `real`; empty where none would."""
     theirs, mine = dict(real.parameters), dict(fake.parameters)
     kinds = {parameter.kind for parameter in theirs.values()}
     for parameter in mine.values():
@@ -238,7 +238,7 @@ def _by_place(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
 
 
 def _offered(fake: type) -> dict[str, Any]:
-    """What code could use of a stand-in, its own bases included."""
+    """Find the names that code could use of a stand-in, those of its own bases included."""
     found: dict[str, Any] = {}
     for owner in reversed(fake.__mro__[:-1]):
         found |= {

@@ -5,7 +5,7 @@ that a GPU, NCCL or a driver does what is expected of it, or how fast.
     with fake_cuda(["GPU-a"]) as cuda:          # or the fixture of that name; names shared by processes are one GPU
         weights = torch.zeros(8, device="cuda")
         assert weights.is_cuda and cuda.syncs["item"] == 0
-    check_signature(vllm.LLMEngine, FakeEngine)  # of your own stand-ins, in the test that uses them
+    check_signature(vllm.LLMEngine, FakeEngine)  # your own stand-ins, in the test that uses them
 
 A test that starts ranks calls `FakeCuda(...).install()` first thing in each child. Inside:
 

@@ -13,7 +13,7 @@ from gpu_signatures import standin_only
 
 Clock = dict[int, int]
 LAGS_S = {"writes": 0.01, "reads": 0.05}
-"""Of a GPU behind its host, where several processes have mapped memory: who writes there is ahead of who reads."""
+"""Lags of a GPU behind its host, where several processes have mapped memory: writers are ahead of readers."""
 
 
 class StreamRace(AssertionError):
@@ -158,7 +158,7 @@ class Streams:
         return before
 
     def catch_up(self) -> None:
-        """Before the current stream does anything."""
+        """Settle the current stream before it does anything."""
         self.current().settle()
 
     def touched(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], stream: Any = None) -> None:
@@ -182,7 +182,7 @@ class Streams:
                 self._across(tensor, any(tensor is each for each in written), stream, at)
 
     def _across(self, tensor: torch.Tensor, writes: bool, stream: Any, at: tuple[int, int]) -> None:
-        """Of memory that other processes have mapped: no GPU of theirs may be at work there."""
+        """Check memory that other processes have mapped: no GPU of theirs may be at work there."""
         ledger = self.mapped.get(_key(tensor))
         if ledger is not None:
             does = "writes" if writes else "reads"

@@ -39,12 +39,12 @@ _NO_WORK = {
     *("t", "detach", "expand", "chunk", "split", "select", "as_strided", "untyped_storage", "numel", "size", "dim"),
     *("data_ptr", "stride", "storage_offset", "is_contiguous", "element_size", "nelement", "__len__", "set_"),
 }
-"""What a GPU has nothing to do for."""
+"""Operations that give a GPU no work."""
 CPU = torch.device("cpu")
 
 
 _KNOWN: dict[int, tuple[StorageWeakRef, int, int, Memory]] = {}
-"""Of the process: what a module caches outlives the stand-ins of one test, and is on its GPU in the next."""
+"""Storages of the process: those that a module caches outlive one test's stand-ins, and are on the next one's GPU."""
 
 
 class Memory:
@@ -249,7 +249,7 @@ class DeviceMode(TorchFunctionMode):
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in nested tuples, lists and dicts."""
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -29,11 +29,11 @@ IDS = np.array([3], dtype=np.int32)
 
 
 Row = tuple[int, int, int, int, str]
-"""Of a response in flight: engine, prompt, sample, version at its begin, key."""
+"""A response in flight: engine, prompt, sample, version at its begin, key."""
 
 
 class Engines:
-    """In place of `EngineHandle`: keeps requests open until the test finishes them. Calls come from any thread."""
+    """Stands in for `EngineHandle`: keeps requests open until the test finishes them. Calls come from any thread."""
 
     def __init__(self, count: int = 2) -> None:
         self.ready = list(range(count))
@@ -67,7 +67,7 @@ class Engines:
         return future
 
     def rows(self) -> list[Row]:
-        """Those in flight."""
+        """List the responses in flight."""
         with self._lock:
             return list(self.open)
 
@@ -118,12 +118,12 @@ class Engines:
 
 
 def prompt_set(count: int) -> PromptSet:
-    """So many prompts, each with its number as its text."""
+    """Make `count` prompts, each with its number as its text."""
     return PromptSet([Prompt(i, f"{i}", IDS, label=i) for i in range(count)], 0)
 
 
 def order_of(count: int, batch: int, episodes: int = 1) -> PromptOrder:
-    """In the order of the file, so that a place is a prompt."""
+    """Make the order of the file, so that a place is a prompt."""
     return PromptOrder(count, batch, episodes, 0, shuffle=False)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -13,10 +15,39 @@ from slurm_rlhf.cluster.processes import print_to
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.ranks.worker import LATE, take_stacks
+from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.auth import RunKeys
 from slurm_rlhf.wire.client import ControlClient
 
 INTERVAL = 0.2
+
+
+def started(*words: object) -> subprocess.Popen[bytes]:
+    """Start a rank; `words` are the arguments of `main`."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.Popen([sys.executable, __file__, *map(str, words)], env=environment)
+
+
+class HangPeers:
+    """The part of a `nodes.launcher.Launcher` that is the same for every role of two such ranks."""
+
+    address = "127.0.0.1"
+    engines = None
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def add(self, endpoint: str, role: str, rank: int, limit: float, log: Path) -> None:
+        self.started.append(started(endpoint, self.directory.keys, role, rank, 2, limit, log))
+
+    def ended(self) -> list[Any]:
+        return []
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
 
 
 def hold_the_lock(seconds: float) -> None:

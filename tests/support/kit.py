@@ -22,16 +22,16 @@ from typing import Any
 from kit_gpus import GPUS
 
 BUDGET_S = 600.0
-"""Of all checks together."""
+"""Time for all checks together."""
 SLOWER = 4.0
-"""So much longer may everything take in a rehearsal, on CPUs that others use."""
+"""Factor by which everything may take longer in a rehearsal, on CPUs that others use."""
 LEAST_S = 20.0
 """A check that would have less is not begun."""
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
 PROGRAM = Path(__file__).with_name("kit_check.py")
 MARK = "SLURM_RLHF_GPU_CHECK"
-"""In the environment of everything that a check starts."""
+"""A variable of everything that a check starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +42,28 @@ class Check:
     about: str
     run: str  # module:function; the function takes a Place and returns a Finding
     deadline_s: float
-    gpus: int = 1  # so many at least
+    gpus: int = 1  # the fewest that it needs
     nodes: int = 1
-    why: str = ""  # it needs more than one
+    why: str = ""  # the reason why it needs more than one GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the checks run."""
 
-    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; of a rehearsal: made up
+    gpus: tuple[str, ...]  # names as in CUDA_VISIBLE_DEVICES; a rehearsal makes them up
     rehearse: bool = False
-    nodes: tuple[str, ...] = ()  # of the allocation, this one first; empty outside Slurm
+    nodes: tuple[str, ...] = ()  # nodes of the allocation, this one first; empty outside Slurm
     scratch: str = ""  # the check's own directory, which all nodes see
 
     def backend(self, wanted: str) -> str:
-        """What is to carry weights: on CPUs gloo stands in for nccl."""
+        """Return the backend that is to carry weights: on CPUs gloo stands in for nccl."""
         return {"nccl": "gloo"}.get(wanted, wanted) if self.rehearse else wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found: a line for people, numbers for programs."""
+    """Holds the finding of a check: a line for people, numbers for programs."""
 
     figure: str
     figures: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a check."""
+    """Holds the outcome of a check that passed, failed or was skipped."""
 
     name: str
     about: str
@@ -115,7 +115,7 @@ CHECKS = (
 
 
 def unfit(check: Check, place: Place, left_s: float) -> str:
-    """Why `check` is left out here; empty: it is not."""
+    """Say why `check` is left out here; empty: it is not."""
     reason = ""
     if check.nodes > max(1, len(place.nodes)):
         reason = f"needs several GPUs: on {check.nodes} nodes, sbatch --nodes=2 sbatch/gpu_check.sh"
@@ -166,7 +166,7 @@ def _environment(check: Check) -> dict[str, str]:
 
 
 def _outcome(check: Check, scratch: Path, otherwise: str, seconds: float) -> Outcome:
-    """From the file that the check has written; without one it failed `otherwise`."""
+    """Read the outcome from the check's file; without one it failed `otherwise`."""
     answer = {"error": otherwise}
     with contextlib.suppress(OSError, ValueError):
         answer = json.loads((scratch / "finding.json").read_text())

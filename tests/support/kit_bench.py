@@ -61,7 +61,7 @@ def rollout(place: Place) -> Finding:
 
 
 def bench(place: Place, *words: str) -> dict[str, Any]:
-    """What `slurm-rlhf bench ... --json` prints; train and rollout have the first GPU, sync all of them."""
+    """Return what `slurm-rlhf bench ... --json` prints; train and rollout have the first GPU, sync all of them."""
     gpus = visible() if words[0] == "sync" else visible().partition(",")[0]
     done = subprocess.run(
         [sys.executable, "-m", "slurm_rlhf.cli", "bench", *words, "--json"],

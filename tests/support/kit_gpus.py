@@ -1,4 +1,4 @@
-"""Which GPUs the processes of a test get: none in the ordinary run, the acceptance kit's where it says so.
+"""GPUs for the processes of a test: none in the ordinary run, the acceptance kit's where it says so.
 
 The kit names them in one variable, and the helpers that start whole runs or single ranks ask here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 GPUS = "SLURM_RLHF_TEST_GPUS"
-"""What CUDA_VISIBLE_DEVICES of a whole run is to be; not set or empty: the tests stay on CPUs."""
+"""Names the variable with CUDA_VISIBLE_DEVICES for a whole run; not set or empty: the tests stay on CPUs."""
 
 
 def visible() -> str:

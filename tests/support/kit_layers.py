@@ -21,7 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "flash_attention_3": {"attn_implementation": "flash_attention_3"},
 }
 LIMITS = {"fp32": (1e-4, 1e-3), "bf16": (6e-2, 0.1)}
-"""Of log-probs in the mean (as in kit_engine), and of gradients as a share of their norm."""
+"""Limits of differences: log-probs in the mean (as in kit_engine), and gradients as a share of their norm."""
 
 
 def layers(place: Place) -> Finding:

@@ -1,4 +1,4 @@
-"""What machine the acceptance kit ran on: GPUs, driver, versions, interfaces, and the commit."""
+"""The machine that the acceptance kit ran on: GPUs, driver, versions, interfaces, and the commit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if dist.is_nccl_available():
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 print(json.dumps(found))
 """
-"""In a process of its own: this one touches no GPU."""
+"""A program for a process of its own: this one touches no GPU."""
 
 
 def machine(environ: dict[str, str] | None = None) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def machine(environ: dict[str, str] | None = None) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in look.gpus],
         "driver": look.driver,
         "cuda_of_driver": look.cuda,
-        "said": look.said,  # what went wrong, where there are none
+        "said": look.said,  # the error, where there are no GPUs
         "versions": {**versions(), **_torch()},
         "interfaces": interfaces(),
         "topology": _words("nvidia-smi", "topo", "-m"),
@@ -69,7 +69,7 @@ def _torch() -> dict[str, str]:
 
 
 def _words(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
+    """Return what a command prints; nothing where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(

@@ -28,6 +28,6 @@ def failing(place: Place) -> Finding:
 
 
 def seeing(place: Place) -> Finding:
-    """What a check may know of the allocation and of the GPUs."""
+    """Show what a check may know of the allocation and of the GPUs."""
     names = ("SLURM_JOB_ID", "SLURM_RLHF_TEST_GPUS")
     return Finding("fine", {name: os.environ.get(name) for name in names})

@@ -9,8 +9,7 @@ from typing import Any
 
 from kit import Finding, Place
 from kit_bench import shown_sync
-from kit_train import STEPS, judged, last_words
-from training_runs import metrics, train, workspace
+from kit_train import ppo_run
 
 from slurm_rlhf.bench.sync import Spec, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
@@ -26,7 +25,7 @@ from slurm_rlhf.placement.topology import Topology
 
 
 def look(place: Place) -> Finding:
-    """What every run does first: one directory, the same packages, usable GPUs on all nodes."""
+    """Check what every run checks first: one directory, the same packages, usable GPUs on all nodes."""
     gpus = len(place.gpus)
     nodes = tuple(place.nodes)
     ranks = RankMap(Topology.uniform(nodes, gpus), {})
@@ -55,7 +54,7 @@ def sync(place: Place) -> Finding:
     first, second = place.nodes[:2]
     backend = place.backend("nccl")
     ranks = min(2, len(place.gpus))
-    for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
+    for name in STEP_VARIABLES:  # otherwise srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
     spec = Spec(
         parameters_of(20 << 20 if place.rehearse else 2 << 30),
@@ -80,17 +79,12 @@ def _step(node: str, gpus: int) -> list[str]:
 
 def ppo(place: Place) -> Finding:
     """Actor ranks on all nodes, an engine on each; the run itself starts the steps."""
-    config = workspace(Path(place.scratch, "work"))
     nodes = len(place.nodes)
     words = [f"--actor.num_nodes={nodes}", f"--vllm.num_nodes={nodes}", f"--vllm.num_engines={nodes}"]
-    words += ["--algo.kl.init_coef=0", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
-    words += ["--vllm.enforce_eager=true", f"--rollout.batch_size={8 * nodes}", f"--train.batch_size={16 * nodes}"]
+    words += ["--algo.kl.init_coef=0", "--vllm.enforce_eager=true"]
+    words += [f"--rollout.batch_size={8 * nodes}", f"--train.batch_size={16 * nodes}"]
     if len(place.gpus) < 3:
         words += ["--train.colocate_all=true", f"--critic.num_nodes={nodes}", "--vllm.gpu_memory_utilization=0.3"]
     backend: Any = "ipc" if len(place.gpus) < 3 else place.backend("nccl")
-    run_dir = Path(place.scratch, "run")
-    code, output = train(config, run_dir, *words, "--ds.param_dtype=bf16")
-    assert code == 0, last_words(run_dir, output)
-    log = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("conductor.*.log"))
-    finding, _ = judged(metrics(run_dir), log, "bf16", backend)
+    finding, _ = ppo_run(place, "bf16", backend, *words)
     return Finding(f"{nodes} nodes: {finding.figure}", finding.figures)

@@ -19,7 +19,7 @@ from training_runs import metrics, train, workspace
 
 STEPS = 3
 APART = 2e-5
-"""Of any parameter after three steps of at most 1e-4, on one rank and on two, in fp32: sums come in another order."""
+"""Bound between one rank and two, for any parameter after three steps of at most 1e-4 in fp32: sums differ in order."""
 LOGPROBS = {"fp32": 1e-4, "bf16": 6e-2}
 """Bound of `rollout_logprob_diff`, as in kit_engine."""
 
@@ -41,7 +41,7 @@ def lora(place: Place) -> Finding:
     """Adapters go to an engine that has the base model, on the GPU that both share."""
     words = ["--lora.rank=8", "--lora.alpha=16", "--actor.learning_rate=0.01", "--algo.kl.init_coef=0.05"]
     words += ["--algo.advantage.estimator=group_norm", "--vllm.enforce_eager=true"]
-    finding, rows = _ppo(place, "bf16", "ipc", *words, *colocated(1))
+    finding, rows = ppo_run(place, "bf16", "ipc", *words, *colocated(1))
     moved = max(row["kl"] for row in rows)
     assert moved > 1e-4, f"the policy with its adapter is still the base model: KL {moved:.1e} after {STEPS} steps"
     return Finding(f"{finding.figure}; KL to the base {moved:.1e}", {**finding.figures, "kl": moved})
@@ -53,7 +53,7 @@ def ppo_colocated(place: Place) -> Finding:
     On two of four or more: then each role has ranks on both, and an engine on each takes the weights of its GPU.
     """
     words = [f"--vllm.enforce_eager={str(place.rehearse).lower()}", "--ds.enable_sleep=true"]
-    finding, rows = _ppo(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
+    finding, rows = ppo_run(place, "fp32", "ipc", *words, *colocated(2 if len(place.gpus) >= 4 else 1))
     freed = min(row["perf/sleep_freed_bytes"] for row in rows) / 2**30
     assert place.rehearse or freed > 0.5, f"the sleeping engine freed {freed:.2f} GiB only"
     stated = "sleep frees nothing on CPUs" if place.rehearse else f"{freed:.1f} GiB freed by sleep"
@@ -62,15 +62,15 @@ def ppo_colocated(place: Place) -> Finding:
 
 def ppo_tp1(place: Place) -> Finding:
     """Weights go from GPU to GPU."""
-    return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", "--vllm.enforce_eager=true")[0]
+    return ppo_run(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", "--vllm.enforce_eager=true")[0]
 
 
 def ppo_tp2(place: Place) -> Finding:
-    """With fewer than four GPUs colocated, two ranks each."""
+    """Run with engines of two ranks, which are colocated where there are fewer than four GPUs."""
     words = ["--vllm.tensor_parallel_size=2", "--vllm.enforce_eager=true"]
     if len(place.gpus) >= 4:
-        return _ppo(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]
-    return _ppo(place, "bf16", "ipc", *words, *colocated(2, engines=1))[0]
+        return ppo_run(place, "bf16", place.backend("nccl"), "--algo.kl.init_coef=0", *words)[0]
+    return ppo_run(place, "bf16", "ipc", *words, *colocated(2, engines=1))[0]
 
 
 def colocated(gpus: int, engines: int = 0) -> list[str]:
@@ -79,7 +79,7 @@ def colocated(gpus: int, engines: int = 0) -> list[str]:
     return words + [f"--{role}.num_gpus_per_node={gpus}" for role in ("actor", "critic", "ref")]
 
 
-def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:
+def ppo_run(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, list[dict[str, Any]]]:
     """A run of the tests' workspace."""
     config = workspace(Path(place.scratch, "work"))
     stated = [f"--ds.param_dtype={dtype}", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
@@ -91,7 +91,7 @@ def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, 
 
 
 def judged(rows: list[dict[str, Any]], log: str, dtype: str, backend: str) -> tuple[Finding, list[dict[str, Any]]]:
-    """What a run's metrics and the conductor's log say, against the bounds. AssertionError."""
+    """Judge a run's metrics and the conductor's log by the bounds. AssertionError."""
     assert len(rows) == STEPS, f"{len(rows)} steps of {STEPS} have a line in metrics.jsonl"
     for row in rows:
         odd = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -124,7 +124,7 @@ def _zero(place: Place, stage: int, keys: dict[str, Any] | None = None) -> Findi
 
 
 def compared(one: Path, two: Path, stage: int) -> Finding:
-    """What one rank and two ranks have written."""
+    """Compare the parameters that one rank and two ranks have written."""
     from safetensors.torch import load_file
 
     mine, theirs = (load_file(path.with_suffix(".safetensors")) for path in (one, two))

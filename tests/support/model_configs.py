@@ -60,7 +60,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 80},
     "qwen3_moe": {**MOE, "head_dim": 32, "mlp_only_layers": [1]},
 }
-"""What the memory model knows."""
+"""Architectures that the memory model knows."""
 
 
 def make_shape(directory: Path, size: str, **changes: object) -> Path:

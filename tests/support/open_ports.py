@@ -1,4 +1,4 @@
-"""Which ports the processes of a run listen on, and strangers that come to each of them."""
+"""Ports that the processes of a run listen on, and strangers that come to each of them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from intruders import GREETING
 from warm_runs import commands
 
 _LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
-_MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
-_VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
+_MAGIC = 0x3C85F7CE  # a client of torch's TCPStore begins with it
+_VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # numbers of TCPStore's commands
 LOOK_S = 1.0  # between two looks at who listens: they take time from whoever attacks meanwhile
 HALF_OPEN = 40  # connections to a port that say half a message and stay
 
@@ -40,7 +40,7 @@ class Listening:
 
 
 def listening(pids: Iterable[int]) -> list[Listening]:
-    """What those processes listen on, in whichever network namespace each is (psutil knows that of this one only)."""
+    """Find the ports of processes, in whichever network namespace each is (psutil knows that of this one only)."""
     found, forked = [], commands()
     for pid in pids:
         proc = Path(f"/proc/{pid}")
@@ -59,13 +59,13 @@ def listening(pids: Iterable[int]) -> list[Listening]:
 
 
 def _address(text: str) -> str:
-    """As the kernel writes it: words of four bytes, each in the order of this machine."""
+    """Read an address as the kernel writes it: words of four bytes, each in the order of this machine."""
     data = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
     return str(ipaddress.ip_address(data))
 
 
 def store_commands(dice: random.Random) -> bytes:
-    """What a client of torch's TCPStore sends that wants to do harm: commands as the protocol has them.
+    """Make the commands of a client of torch's TCPStore that wants to do harm, as the protocol has them.
 
     It counts ranks that have not come, and deletes and overwrites keys whose names it knows.
     """
@@ -101,7 +101,7 @@ class Strangers:
         self.met: set[Listening] = set()
         self.refused = 0
         self.rounds = 0
-        """How often each kind of message has come to each port."""
+        """Rounds in which each kind of message has come to each port."""
         self._ports = ports
         self._recorded = recorded
         self._open: Counter[int] = Counter()

@@ -70,7 +70,7 @@ class PlayedAgent:
         return request, request.argument(declared) if declared is not None else None
 
     def started(self, store: str = "") -> Any:
-        """What it is asked to start: the fields of a `StepSpec`."""
+        """Answer the request to start, and return the fields of its `StepSpec`."""
         request, (spec, _) = self.asked("start")
         request.reply(store)
         return spec

@@ -35,7 +35,7 @@ SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 engine: Any = None
 directory = Path()
 lora = Lora()  # settings of the engine's adapters
-switches: list[Callable[[], None]] = []  # to call before the next engine is made
+switches: list[Callable[[], None]] = []  # called before the next engine is made
 models: dict[tuple[Path, int, int], Any] = {}
 
 
@@ -49,7 +49,7 @@ class EngineProcess:
         return self._pool.submit(function, *args, **named).result(timeout=HANG_S)
 
     def end(self) -> None:
-        """Without taking the interpreter down in style, which takes vLLM and torch seconds."""
+        """End it without taking the interpreter down in style, which takes vLLM and torch seconds."""
         with suppress(BrokenProcessPool):
             self._pool.submit(os._exit, 0).result(timeout=HANG_S)
         self._pool.shutdown()
@@ -170,7 +170,7 @@ def model(seed: int) -> Any:
 
 
 def sent(seed: int) -> Iterator[tuple[str, Any]]:
-    """What an update to policy `seed` brings."""
+    """Yield the weights of an update to policy `seed`."""
     named = ((name, p.detach()) for name, p in model(seed).named_parameters())
     return ((name, p) for name, p in named if not lora.rank or is_adapter(name))
 
@@ -293,7 +293,7 @@ def isolation() -> dict[str, Any]:
 
 
 def kv_cache() -> dict[str, Any]:
-    """What vLLM has made of the bytes for the engine's KV cache."""
+    """Return vLLM's layout of the bytes for the engine's KV cache."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
     made = engine._core.client.engine_core.scheduler.kv_cache_config
@@ -339,7 +339,7 @@ def do(name: str, *arguments: Any) -> Any:
 
 
 def queue(key: str = "") -> list[bool]:
-    """Of the batches in flight, the newest first: whether they hold a request of `key`, or any where it is empty."""
+    """Whether each batch in flight, the newest first, holds a request of `key`, or any where `key` is empty."""
     batches = [scheduled.num_scheduled_tokens for _, scheduled, _ in engine._core.client.engine_core.batch_queue]
     return [any(name.startswith(f"{key}#" if key else "") for name in batch) for batch in batches]
 

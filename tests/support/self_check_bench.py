@@ -77,9 +77,9 @@ class Bench:
         self.step = make_step(self.config, roles, kl=KLController(0.0, 0.0, 1))
         self.notes: list[str] = []
         self.spoilt: dict[int, int] = {}  # step -> log-probs of the engine that are no numbers
-        self.weight: float | None = None  # of every token, by a correction
+        self.weight: float | None = None  # a correction gives it to every token
         self.tokenizer = Tokenizer.load(model)
-        self.garbled = ""  # what the reward gets behind the text of each response
+        self.garbled = ""  # the reward gets it behind the text of each response
         findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
         self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {}, self.tokenizer)
 

@@ -43,7 +43,7 @@ OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 
 def missing() -> str:
-    """Why this machine cannot have the cluster; empty if it can."""
+    """Say why this machine cannot have the cluster; empty if it can."""
     if os.geteuid() != 0:
         return "needs Slurm: only root can start its nodes"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -75,7 +75,7 @@ class Cluster:
         return self.run("bash", str(SCRIPT), *words)
 
     def run(self, *words: str) -> str:
-        """What a command on the login node printed. AssertionError when it fails."""
+        """Run a command on the login node and return what it prints. AssertionError when it fails."""
         # Daemons keep the output open: it goes to a file, and only the command itself is waited for.
         with tempfile.TemporaryFile("w+") as out:
             code = subprocess.call(
@@ -111,7 +111,7 @@ class Cluster:
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
 
     def job(self, number: int) -> dict[str, str]:
-        """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
+        """Read the fields of `scontrol show job`: JobState, ExitCode, NodeList, ..."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_over(self, number: int) -> tuple[str, int]:
@@ -130,7 +130,7 @@ class Cluster:
         return time.monotonic() - start
 
     def state(self) -> str:
-        """Its nodes with what runs on them, its jobs that are not over, and the end of what the last jobs printed."""
+        """Describe nodes with what runs on them, jobs that are not over, and the last lines of the last jobs."""
         jobs = re.findall(r"StdOut=(\S+)", self.run("scontrol", "show", "jobs"))
         running = [f"{node}: {line[:200]}" for node in self.names for line in self.processes(node)]
         logs = [BASE / "log" / f"{name}.log" for name in ("slurmctld", *(f"slurmd.{node}" for node in self.names))]
@@ -222,7 +222,7 @@ def _end(file: Path) -> str:
 
 
 def said(run_dir: Path) -> str:
-    """What the job of a run printed."""
+    """Read what the job of a run printed."""
     return Path(f"{run_dir}.log").read_text()
 
 

@@ -43,17 +43,17 @@ class Calm:
     run_dir: Path
     work: Path
     held: range  # ports of its first node that were taken when it started
-    start_s: float  # to its first step
+    start_s: float  # seconds to its first step
     saved_at: int  # the step after which it saved
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What its command line gave but the places and the length."""
+        """Overrides of its command line, but for those of places and of the length."""
         return tiny(self.work)
 
     @property
     def metrics(self) -> list[str]:
-        """Of the first `STEPS` steps, without times."""
+        """Metrics of the first `STEPS` steps, without times."""
         return timeless(metrics(self.run_dir)[:STEPS])
 
 

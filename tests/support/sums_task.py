@@ -28,7 +28,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
     return hits[:1] if (HOLD / "reward-few").exists() else {"rewards": hits, "scores": hits}
 '''
-"""What tests of runs reward, too."""
+"""A reward function, which tests of runs use, too."""
 SPREAD = """
 def reward_func(queries, prompts, labels, **kwargs):
     return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]

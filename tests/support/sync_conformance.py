@@ -1,4 +1,4 @@
-"""What every backend of weight sync has to do, whoever asks: the tests on CPUs, the acceptance kit on GPUs."""
+"""Rules that every backend of weight sync keeps, whoever asks: the tests on CPUs, the acceptance kit on GPUs."""
 
 from __future__ import annotations
 

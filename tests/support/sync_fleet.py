@@ -27,7 +27,7 @@ BUCKET = 1 << 20
 
 
 def one_of(gpu: str, place: int = 1) -> dict[str, Any]:
-    """What a rank sees that has the GPU of this letter, and whose number of it is `place`: others' are there, too."""
+    """The GPUs that a rank sees: its own, of this letter, has the number `place`, and others' are there, too."""
     gpus = ["GPU-other0", "GPU-other1", "GPU-other2"]
     gpus[place] = f"GPU-{gpu}"
     return {"gpus": gpus, "current": place}
@@ -106,7 +106,7 @@ class Fleet:
         return sender
 
     def update(self, sender: Sender, version: int, layers: int = 12) -> None:
-        """One update of all, compared byte for byte."""
+        """Update all once, and compare byte for byte."""
         actors = sender.group.actors
         for peer in self.peers[: actors - 1]:
             peer.tell("push", version=version, seed=version, layers=layers)
@@ -171,7 +171,7 @@ class PeerRanks:
 def peers_in_roles(
     actors: int, engines: int, links: Links | None = None, nodes: Sequence[str] = ()
 ) -> Iterator[tuple[PeerRanks, PeerRanks]]:
-    """So many actor and engine ranks; `nodes`: of `links`, the node of each."""
+    """Yield ranks in the roles of actor and engines; `nodes`: the node of each, among those of `links`."""
     made = [Peer(links.inside(node), node) for node in nodes] if links else [Peer() for _ in range(actors + engines)]
     try:
         for peer in made:
@@ -183,7 +183,7 @@ def peers_in_roles(
 
 
 def conducted(roles: tuple[PeerRanks, PeerRanks], host: str = "127.0.0.1", **settings: Any) -> WeightSync:
-    """As a run's conductor has them; the actor's ranks hold shards."""
+    """Give ranks the roles that a run's conductor gives them; the actor's ranks hold shards."""
     settings = {"timeout.sync": HANG_S, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
     for role, ranks in zip(("actor", "rollout"), roles, strict=True):
         for rank in range(ranks.world):

@@ -91,7 +91,7 @@ class Peer:
 
 
 def digest(tensor: Any) -> str:
-    """Of dtype, shape and bytes."""
+    """Hash a tensor's dtype, shape and bytes."""
     import torch
 
     raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -112,7 +112,7 @@ def make_weights(seed: int, layers: int = 12) -> list[tuple[str, Any]]:
 
 
 def _device() -> Any:
-    """Where a rank has its weights: on its GPU, if it has one."""
+    """Return the device on which a rank has its weights: its GPU, if it has one."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -123,7 +123,7 @@ def describe(weights: list[tuple[str, Any]]) -> list[list[Any]]:
 
 
 def hold(weights: list[tuple[str, Any]], rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """What a rank of a ZeRO-3 world has of `weights`; of a world of one: all."""
+    """Cut out the part of `weights` that a rank of a ZeRO-3 world has; in a world of one: all."""
     held = {}
     for name, tensor in weights:
         flat = tensor.reshape(-1).to(device())
@@ -254,7 +254,7 @@ class _Engine:
         torch.distributed.ProcessGroupNCCL.made.clear()
 
     def seen(self) -> dict[str, Any]:
-        """What was done with them since the last question."""
+        """Report what was done with the stand-ins since the last question."""
         import torch
 
         groups = torch.distributed.ProcessGroupNCCL.made
@@ -325,7 +325,7 @@ class _Engine:
         return asdict(self.end.receive(version, load))
 
     def will(self, act: str = "", refusals: int = 0) -> None:
-        """What goes wrong next."""
+        """Set what goes wrong next."""
         self.act, self.refusals = act, refusals
 
     def weights_loaded(self) -> dict[str, str]:

@@ -111,7 +111,7 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_held(trainer: Any, zero_stage: int) -> None:
-    """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
+    """Check that each rank has the parts of parameters that it says, and that together the ranks have all of them."""
     from slurm_rlhf.trainer.trainer import DTYPES
 
     world, held = trainer.world, trainer.local_parameters()
@@ -152,7 +152,7 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
-    scale = {"initial_scale_power": 10}  # of fp16: no step of these overflows
+    scale = {"initial_scale_power": 10}  # for fp16, where no step of these overflows with it
     config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"), **scale)
     config.actor.weight_decay = case.get("weight_decay", 0.0)
     if case.get("terms"):

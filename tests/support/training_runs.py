@@ -68,7 +68,7 @@ class Run:
             text=True,
             start_new_session=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible()},
-            umask=0,  # under which everybody may write everything
+            umask=0,  # everybody may write everything
         )
 
     def wait(self) -> tuple[int, str]:
@@ -81,19 +81,19 @@ class Run:
         return self.process.returncode, output
 
     def wait_for_step(self, step: int) -> None:
-        """Until metrics.jsonl has a line for `step`."""
+        """Wait until metrics.jsonl has a line for `step`."""
         self.wait_until(lambda: len(metrics(self.run_dir)) >= step, f"step {step}")
 
     def wait_for_file(self, pattern: str, known: Collection[Path] = ()) -> None:
-        """Until a file that matches `pattern` and is not `known` exists in the run directory."""
+        """Wait until a file that matches `pattern` and is not `known` exists in the run directory."""
         self.wait_until(lambda: any(path not in known for path in self.run_dir.glob(pattern)), pattern)
 
     def wait_for_log(self, text: str) -> None:
-        """Until the conductor's log holds `text`."""
+        """Wait until the conductor's log holds `text`."""
         self.wait_until(lambda: text in self.log(), f"{text!r} in the log")
 
     def wait_until(self, ready: Callable[[], Any], what: str) -> None:
-        """Until `ready`; AssertionError when the run has ended before."""
+        """Wait until `ready`; AssertionError when the run has ended before."""
         until(lambda: ready() or self.process.poll() is not None, what, 0.05)
         if not ready():
             raise AssertionError(f"the run ended before {what}:\n{self.process.communicate()[0]}")
@@ -172,7 +172,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def steps(run_dir: Path) -> int:
-    """How many steps the run has done."""
+    """Count the steps that the run has done."""
     return len(metrics(run_dir))
 
 
@@ -183,7 +183,6 @@ def saved(run_dir: Path) -> list[int]:
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    """What the run wrote at its end."""
     found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return found
 
@@ -196,7 +195,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[str]:
 def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """The same steps with the same samples, and numbers that differ by what the order of summation makes of them."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    measured = ("time/", "perf/", "rollout_logprob_diff")  # by a clock; the difference itself is rounding
+    measured = ("time/", "perf/", "rollout_logprob_diff")  # times, rates, and a difference by rounding
     for ours, theirs in zip(rows, expected, strict=True):
         for name, value in theirs.items():
             if not name.startswith(measured):

@@ -31,11 +31,11 @@ from slurm_rlhf.cluster.processes import PARENT
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
-"""In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
+"""A variable of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
 RANK = "slurm_rlhf.ranks.rank_process"
 MODULES = ("slurm_rlhf.cli", "slurm_rlhf.nodes.agent", "slurm_rlhf.ranks.torchrun", RANK, TORCHRUN)
-"""What is forked in place of a new Python: a stage of a pipeline, a node's agent, its children, and theirs."""
+"""Modules that are forked in place of a new Python: a stage of a pipeline, a node's agent, its children, and theirs."""
 WRAPPER = "slurm_rlhf.nodes.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
 
@@ -86,7 +86,7 @@ class Forked:
             if self.returncode is None:
                 try:
                     self.returncode = self._forker.ask({"poll": self.pid})
-                except OSError:  # what forked it was killed, and it is bound to that
+                except OSError:  # its forker was killed, and it is bound to end with it
                     self.returncode = -signal.SIGKILL
             return self.returncode
 
@@ -120,8 +120,8 @@ class WarmRun(Forked):
             super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, 0)
 
     def printed(self) -> str:
-        """What it printed so far."""
-        # At a place of the reader's own: the run shares the file's.
+        """Return what the process printed so far."""
+        # The reader has a place of its own: the run shares the file's.
         size = os.fstat(self._output.fileno()).st_size
         return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
 
@@ -346,7 +346,7 @@ def _number(file: Any, otherwise: int) -> int:
 
 
 def _run(command: list[str]) -> None:
-    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module, `-u` a file."""
+    """Run a command as Python would: `-c` is the command line `slurm-rlhf`, `-m` a module, `-u` a file."""
     sys.orig_argv[:] = command
     for directory in reversed(os.environ.get("PYTHONPATH", "").split(":")):
         if directory and directory not in sys.path:

@@ -27,7 +27,7 @@ STEPS = 4
 class Whole:
     config: Path
     run_dir: Path
-    output: str  # what it printed
+    output: str  # printed by the run
 
     @property
     def stated(self) -> tuple[Path, str]:

@@ -33,7 +33,7 @@ def test_it_writes_a_copy_and_the_next_one_waits() -> None:
     assert seen[0] == (3, [1.0] * 4)
     saves.wait()
     assert seen[1:] == [(3, [2.0] * 4)]
-    assert sum(held.nbytes for held in saves._buffers.values()) == 16  # of one copy, however often it saves
+    assert sum(held.nbytes for held in saves._buffers.values()) == 16  # one copy, however often it saves
 
 
 def test_what_goes_wrong_is_reported_and_the_next_one_works() -> None:

@@ -1,4 +1,4 @@
-"""What ranks that train say to each other: collectives and bytes of a step, gathers of the head, ZeRO-3's trace.
+"""Traffic between ranks that train: collectives and bytes of a step, gathers of the head, ZeRO-3's trace.
 
 Run as a program, this file is the rank that torchrun starts.
 """
@@ -91,7 +91,7 @@ class Wire:
 
 
 class Trace:
-    """How often ZeRO-3 gathered each parameter and gave up the order of modules that it prefetches by."""
+    """Counts how often ZeRO-3 gathered each parameter and gave up the order of modules that it prefetches by."""
 
     def __init__(self) -> None:
         from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
@@ -127,7 +127,7 @@ def make_trainer(config: Config) -> Any:
 
 
 def step_of(case: tuple[int, str, str], model: Path, wire: Wire) -> dict[str, Any]:
-    """What goes over the wire in the second step, when everything is set up."""
+    """Record what goes over the wire in the second step, when everything is set up."""
     config = make_config(model, zero_stage=case[0], param_dtype=case[1], grad_comm_dtype=case[2])
     trainer = make_trainer(config)
     part, micro = part_of(trainer.world.rank, trainer.world.size)

@@ -97,7 +97,7 @@ KEYS: dict[str, dict[str, Any]] = {
     },
     "sapo": {"actor.sapo_temperature_pos": 0.5, "actor.sapo_temperature_neg": 3.0},
 }
-"""Of policy losses, by their names: what `loss_written_out` has as numbers. Each bound binds at some tokens."""
+"""Keys of policy losses, by their names; `loss_written_out` has them as numbers. Each bound binds at some tokens."""
 
 
 def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torch.Tensor:
@@ -175,7 +175,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """What one rank and two ranks have written."""
+    """Train on one rank and on two, and return where each has written."""
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     for ranks, more in ((1, {}), (2, {"stall": True})):
         torchrun(ranks, 220.0, model=str(model), out=str(outs[ranks]), cases=CASES, **more)
@@ -213,7 +213,7 @@ def test_16_bit_training_stays_close_to_fp32(results: dict[int, Path], model: Pa
 
 
 def test_a_rank_that_stalls_is_noticed_within_the_collective_timeout(results: dict[int, Path]) -> None:
-    assert "timed out" in json.loads((results[2] / "stall.json").read_text()).lower()  # before the other rank left
+    assert "timed out" in json.loads((results[2] / "stall.json").read_text()).lower()  # the other rank left later
 
 
 # --- generation -------------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=case[0], param_dtype=case[1], fp32_lm_head=case[1] == "bf16")
-    config.actor.gradient_checkpointing_enable = True  # which excludes a cache in train mode
+    config.actor.gradient_checkpointing_enable = True  # it excludes a cache in train mode
     trainer = PolicyTrainer(config, 3)
     world = trainer.world
     generation = Generation(trainer.backend, case[2])
@@ -307,14 +307,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_it_samples_with_the_weights_in_training(found: list[dict[str, Any]], case: tuple[int, str, bool]) -> None:
     for rank in found:
         of_case = rank[name(case)]
-        assert max(of_case["apart"]) < BOUNDS[case[1]]  # before a step of the optimizer and after it
+        assert max(of_case["apart"]) < BOUNDS[case[1]]  # a value before the optimizer's step, one after it
         assert all(norm > 0 for norm in of_case["trained"])
         assert of_case["layers"] == ([] if case[2] else [0, 1])  # layers of the model: each hears when it is reached
         assert (of_case["freed"] > 0) is (case[0] == 3 and case[2])  # only gathered parameters are its own
 
 
 def test_stages_and_ways_of_gathering_sample_the_same(found: list[dict[str, Any]]) -> None:
-    """And train the same: the gradient of what follows does not notice that a policy has sampled."""
+    """They train the same, too: the gradient of what follows does not notice that a policy has sampled."""
     for rank in found:
         exact = [rank[name(case)] for case in GATHERED if case[1] == "fp32"]
         for other in exact[1:]:

@@ -51,7 +51,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_becomes_a_model_without_a_process_group(
     out: Path, tmp_path: Path, zero_stage: int, param_dtype: str
 ) -> None:
-    """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
+    """Two ranks' weights, of whatever ZeRO stage, become a model, from which `slurm-rlhf generate` could sample."""
     from slurm_rlhf.trainer.export import export
     from slurm_rlhf.trainer.trainer import DTYPES
 

@@ -37,7 +37,7 @@ def adapted(model: Any, targets: tuple[str, ...] = ("all-linear",)) -> Any:
 
 
 def numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Its parameters in float64, the adapters as leaves of a graph."""
+    """A model's parameters in float64, the adapters as leaves of a graph."""
     named = {name: p.detach().double() for name, p in model.named_parameters()}
     return {name: value.requires_grad_() if is_adapter(name) else value for name, value in named.items()}
 
@@ -112,7 +112,7 @@ def made(path: Path, **ds: Any) -> Config:
 def test_the_policy_learns_and_the_base_stays(
     tmp_path: Path, ds: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is exported is W + (alpha / r) B A, from the run and from its checkpoint, with PEFT's files."""
+    """The exported model is W + (alpha / r) B A, from the run and from its checkpoint, with PEFT's files."""
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     base = make_tiny(tmp_path / "model")

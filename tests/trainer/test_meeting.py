@@ -22,7 +22,7 @@ from slurm_rlhf.ranks.torchrun import BoundRendezvous
 
 pytestmark = [pytest.mark.slow]
 
-MEET_S = float(round(scaled(10.0)))  # of which the libraries may take a part
+MEET_S = float(round(scaled(10.0)))  # the libraries may take a part of it
 COLLECTIVE_S = 6 * MEET_S
 RANK = """
 import sys

@@ -75,14 +75,14 @@ SftTrainer(make_config(Path(sys.argv[1]), zero_stage=3), 10)
 
 @pytest.mark.parametrize(("trainer", "dtype"), [(SftTrainer, "fp32"), (PolicyTrainer, "bf16"), (PolicyTrainer, "fp32")])
 def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path, trainer: Any, dtype: str) -> None:
-    """Its output embeddings are the last of them, and would be trained without the others."""
+    """The output embeddings are the last of its layers, and would be trained without the others."""
     make_model(tmp_path, "modernbert-decoder", noisy=False, bos_token_id=1, cls_token_id=1, sep_token_id=1)
     made = trainer.__new__(trainer)
     made.config = make_config(tmp_path, param_dtype=dtype)
     stated = "logits of ModernBertDecoderForCausalLM are not those of its body and its"
     with pytest.raises(ModelError, match=stated):
         made._load(made.config.ds)
-    if trainer is SftTrainer:  # and where ZeRO-3 has cut the parameters
+    if trainer is SftTrainer:  # it is refused where ZeRO-3 has cut the parameters, too
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         words = [sys.executable, "-c", ZERO_3, str(tmp_path)]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
@@ -159,7 +159,8 @@ def test_gradient_checkpointing_changes_nothing_but_memory(models: Path) -> None
         assert all(torch.equal(a, b) for a, b in zip(grads[0], others, strict=True))
     products = {how: seen["aten.mm"] + seen["aten.addmm"] for how, seen in counts.items()}
     assert products["off"] == products["selective"] < products["full"]
-    assert counts["off"]["aten.mean"] < counts["selective"]["aten.mean"] == counts["full"]["aten.mean"]  # of norms
+    # Norms take means, and are computed again by both.
+    assert counts["off"]["aten.mean"] < counts["selective"]["aten.mean"] == counts["full"]["aten.mean"]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])

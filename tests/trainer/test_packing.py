@@ -109,7 +109,7 @@ def test_who_packs(tmp_path: Path) -> None:
 
 
 def test_flash_attention_gets_the_lengths_and_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gets on a GPU, where it ran (docs/cluster.md): here each text is computed by itself from that."""
+    """The kernel is a stand-in that computes each text by itself; the real one ran on a GPU (docs/cluster.md)."""
     from torch.nn.attention import varlen
 
     def loop(q, k, v, bounds, same, longest, _, *, scale, window_size, enable_gqa):

@@ -29,10 +29,10 @@ CASES: list[dict[str, Any]] = [
 GOES_ON = [*((case, ranks, case["zero_stage"]) for case in CASES for ranks in (1, 3)), (CASES[0], 3, 3)]
 """Case, ranks that resume what two have saved, and their ZeRO stage."""
 BOUND = {"fp32": 1e-6, "bf16": 5e-4}
-"""Of the difference of any element, after four steps of up to 1e-4. AdamW makes a step of a gradient whatever its size,
-so that of one that is rounding only it may be any; bf16 rounds gradients to 8 bits before they are added up."""
+"""Bound of the difference of any element, after four steps of up to 1e-4. AdamW's step does not depend on the size of a
+gradient: one that is rounding only may give any step. bf16 rounds gradients to 8 bits before they are added up."""
 DRIFT = {"fp32": 1e-5, "bf16": 0.2}
-"""Of the difference of all elements, as a share of the way that the parameters go in two steps."""
+"""Bound of the difference of all elements, as a share of the way that the parameters go in two steps."""
 
 
 def name(case: dict[str, Any]) -> str:
@@ -108,7 +108,7 @@ def resume(case: dict[str, Any], out: Path, path: Path, zero_stage: int) -> None
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of two ranks has written, and those of one and three that resume it."""
+    """Run two ranks, and one and three that resume what they saved; return where all have written."""
     path = tmp_path_factory.mktemp("resize")
     make_tiny(path / "model")
     for ranks in (2, 1, 3):

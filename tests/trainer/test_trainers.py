@@ -1,4 +1,4 @@
-"""What every `Trainer` keeps, whichever library is behind it: one, two and three ranks, in three precisions.
+"""Promises that every `Trainer` keeps, whichever library is behind it: one, two and three ranks, in three precisions.
 
 Run as a program, this file is the rank that torchrun starts. To prove another trainer: its row in TRAINERS.
 """
@@ -38,7 +38,7 @@ MOVES = ("plain", "zero2", "zero3")
 STEPS, SAVED, ROWS, WIDTH = 4, 2, 12, 7
 LRS = [1e-3 * share for share in (0.25, 0.5, 0.75, 1.0)]
 BOUND = {"fp32": 2e-7, "bf16": 2e-4, "fp16": 4e-5}
-"""Of a master's difference from AdamW in float64, after four steps of up to 1e-3."""
+"""Bound of a master's difference from AdamW in float64, after four steps of up to 1e-3."""
 NORM = {"fp32": 1e-6, "bf16": 3e-3, "fp16": 5e-4}
 
 
@@ -139,7 +139,7 @@ def all_shards(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_parameters(trainer: Any) -> None:
-    """What the model computes with is the masters, rounded; and a rank's shards of it are parts of the whole."""
+    """Check that the model computes with the masters, rounded, and that a rank's shards are parts of the whole."""
     masters = all_shards(trainer)
     held = {
         shard.name: (shard.start, shard.tensors["parameter"]) for shard in trainer.shards(trainer.module, "parameters")
@@ -173,7 +173,7 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
     rank, now, behind = trainer.world.rank, out / f"{name}.{dtype}", out / f"{name}.{dtype}.behind"
     for directory in (now, behind):
         directory.mkdir(exist_ok=True)
-    torch.rand(rank + 1)  # so that the random state is the rank's own
+    torch.rand(rank + 1)  # makes the random state the rank's own
     assert trainer.save(now).done()
     save_file(all_shards(trainer), out / f"{name}.{dtype}.saved.{rank}")
     with writing_held() as free:
@@ -193,7 +193,7 @@ def train_and_save(name: str, dtype: str, out: Path) -> None:
         save_file(result, out / f"{name}.{dtype}.safetensors")
         (out / f"{name}.{dtype}.json").write_text(json.dumps(metrics))
     refuse(trainer, out)
-    torch.distributed.barrier()  # before another rank reads what rank 0 has written
+    torch.distributed.barrier()  # rank 0 has written what another rank reads next
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def load_and_go_on(name: str, dtype: str, out: Path, writers: dict[str, Path]) -
 
 
 def move_there_and_back(trainer: Any, loaded: dict[str, torch.Tensor]) -> None:
-    """As on a GPU, where the host has other memory: whoever still looks at the old one reads NaN."""
+    """Move the state as on a GPU, where the host has other memory: whoever still looks at the old one reads NaN."""
     from slurm_rlhf.trainer import deepspeed, optimizer_state
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -272,7 +272,7 @@ def refuse(trainer: Any, out: Path) -> None:
 def one_rank_lacks_a_gradient() -> None:
     """An expert that no row of this rank reaches has the gradient of the other ranks' rows on all."""
     found = []
-    for routed in (True, False):  # on other ranks than rank 0
+    for routed in (True, False):  # reached by rows of all ranks, then by rows of rank 0 alone
         trainer = make("plain", "fp32")
         trainer.accumulate(loss_of(trainer.forward, 0, [0, 1], routed or trainer.world.rank == 0), last=True)
         assert all(parameter.grad is not None for parameter in trainer.module.parameters())
@@ -305,7 +305,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """What two ranks have written, three that load that, too, and one; they assert what is equal bit for bit."""
+    """Run two ranks, three that load what those wrote, and one; they assert what is equal bit for bit."""
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (2, 3, 1)}
     for ranks, other in ((2, ""), (3, str(outs[2])), (1, str(outs[3]))):
         torchrun(ranks, 220.0, __file__, out=str(outs[ranks]), other=other)

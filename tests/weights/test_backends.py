@@ -1,4 +1,4 @@
-"""What the seam `Carrier` promises, of every backend behind it."""
+"""Promises of the seam `Carrier`, kept by every backend behind it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_choice(wanted, nodes, devices, backend):
 
 
 def test_colocated_roles_choose_shared_memory_without_gpus_too():
-    """On one node, and on several if each has the whole model; where the user says otherwise, that counts."""
+    """One node is enough, or several if each has the whole model; where the user says otherwise, that counts."""
     chosen, why = choose(["auto"] * 2, ["n", "n"], ["", ""], colocated=True)
     assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
     assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True)[0] == "gloo"
@@ -65,7 +65,7 @@ def test_colocated_roles_choose_shared_memory_without_gpus_too():
 
 
 def test_colocated_roles_of_two_nodes_stay_inside_them(fleet):
-    """Where each actor rank holds the whole model; with shards in one place only, they have to leave it."""
+    """Each actor rank holds the whole model; with shards in one place only, roles would have to leave their node."""
     sender = fleet.sender(2, actors=2, nodes="abab", colocated=True, whole=True)
     assert sender.group.backend == "ipc"
     assert [(stream.owners, stream.nodes) for stream in sender.plan.streams] == [((0,), ("a",)), ((1,), ("b",))]

@@ -44,7 +44,7 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
 
 
 class Stated(logging.Handler):
-    """What the conductor logs of the first failure; it repairs the link at once, so that the update can go on."""
+    """Keeps the conductor's message on the first failure; repairs the link at once, so that the update can go on."""
 
     def __init__(self, repair: Callable[[], None]) -> None:
         super().__init__(logging.WARNING)
@@ -132,7 +132,7 @@ def test_every_pair_of_nodes_is_watched_and_a_heartbeat_costs_a_datagram_per_nod
 
 
 def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three members: one is heard and falls silent, one is never heard, a stranger counts as nobody."""
+    """One of three members is heard and falls silent, one is never heard; a stranger counts as nobody."""
     ends = [Heartbeat("127.0.0.1", scaled(1.0)) for _ in range(3)]
     members = [member(rank, "abc"[rank], heartbeat_port=end.port) for rank, end in enumerate(ends)]
     quiet: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""What process groups use of torch's C++ bindings is there, with the signature used. Runs first."""
+"""Torch's C++ bindings that process groups use are there, with the signature used. Runs first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSION = re.search(r"written for torch (\S+)\.", fence.__doc__ or "")
 
 
 def problem(module: str, name: str, arguments: str | None) -> str:
-    """What is wrong with one entry; empty if nothing is. Bindings have no source: pybind11 documents them."""
+    """Return the fault of one entry; empty if it has none. Bindings have no source: pybind11 documents them."""
     found: Any = importlib.import_module(f"torch.{module.replace('/', '.')}")
     for part in name.split("."):
         if not hasattr(found, part):

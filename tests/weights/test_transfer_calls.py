@@ -1,4 +1,4 @@
-"""Who is waited for when a weight update breaks off: an engine that hangs is given up, and no other."""
+"""Waiting when a weight update breaks off: an engine that hangs is given up, and no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = SyncReport(broken="rank 3 is silent", silent=True)
 
 
 class Engines:
-    """In place of the handle: an engine that is given up is lost, and its call fails."""
+    """Stands in for the engines' handle: an engine that is given up is lost, and its call fails."""
 
     def __init__(self, calls: dict[int, Future[Any]]) -> None:
         self.calls = calls
@@ -58,7 +58,7 @@ def settle(engines: Engines, actor: list[Future[Any]]) -> list[BaseException]:
 
 
 def raised_by(work: Callable[[], object]) -> list[BaseException]:
-    """What it raises; AssertionError where it waits for longer than it may."""
+    """Run `work` and return its errors; AssertionError where it waits for longer than it may."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -82,7 +82,7 @@ def test_an_engine_that_stands_still_is_not_waited_for_and_the_others_go_on() ->
 
 
 class Actor:
-    """In place of the handle: its ranks let go of the update."""
+    """Stands in for the actor's handle: its ranks let go of the update."""
 
     def start_all(self, call: object, request: object) -> list[Future[Any]]:
         return [answered(BROKEN), answered(BROKEN)]

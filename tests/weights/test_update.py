@@ -91,7 +91,7 @@ def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
 
 
 def test_an_engine_that_loads_for_long_is_not_suspected_and_one_that_hangs_is(fleet):
-    """By its heartbeats, which come while it loads and stay out when its process stands still."""
+    """Heartbeats tell them apart: they come while an engine loads and stay out when its process stands still."""
     sender = fleet.sender(1, layers=2, silence_s=scaled(1.0))
     (peer,) = fleet.peers
     peer.tell("update", version=1, at=3, act="slow", seconds=scaled(2.5))
@@ -115,7 +115,7 @@ def test_the_sender_learns_why_a_receiver_gave_up(fleet, act, expected):
     failing.tell("update", version=1, at=4, act=act, seconds=0.1)
     with pytest.raises(SyncError, match=expected) as raised:
         sender.push(hold(make_weights(0)), 1)
-    assert type(raised.value) is SyncError  # and not a broken link, which would be tried again
+    assert type(raised.value) is SyncError  # a broken link would be tried again
     assert failing.answer()["error"] == ("ValueError" if act == "raise" else "SyncError")
     assert "rollout 1" in fine.answer()["message"]
 
@@ -131,7 +131,7 @@ def test_receivers_learn_why_the_sender_gave_up(fleet):
 
 
 def _receiver_here(fleet: Fleet, nodes: str) -> tuple[Peer, Receiver]:
-    """This process as the only engine rank of another one that is the actor."""
+    """Make this process the only engine rank of another process that is the actor."""
     fleet.hire(1)
     sender = fleet.peers[0]
     sender.tell("listen")
@@ -304,7 +304,7 @@ def test_interfaces():
 
 
 def test_gloo_reports_a_timeout_an_abort_and_a_death(fleet):
-    """What `Transport` promises of failures."""
+    """Failures are reported as `Transport` promises."""
     data: GlooTransport = fleet.build(1, timeout_s=SHORT_S).control
     back = torch.zeros(1000, dtype=torch.uint8)
     with pytest.raises(TransportFailure) as caught:
@@ -341,7 +341,7 @@ PAIRWISE = (
     Cell("llama", False, 1, 3, "fp32"),
 )
 BOUNDS = {"fp32": 1e-5, "bf16": 0.15}
-"""Of a log-prob; bf16 has 8 bits of mantissa, in every layer."""
+"""Bound of a log-prob's difference; bf16 has 8 bits of mantissa, in every layer."""
 
 
 def check(cell: Cell, place: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the declarations of calls promise: types, deadlines, and a type checker that knows them."""
+"""Promises of the declarations of calls: types, deadlines, and a type checker that knows them."""
 
 from __future__ import annotations
 

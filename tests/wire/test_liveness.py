@@ -1,4 +1,4 @@
-"""Who falls silent is lost in time; who only could not listen is not."""
+"""Silence and its end: a peer that falls silent is lost in time, one that only could not listen is not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIMES = {"heartbeat_interval": INTERVAL, "heartbeat_limit": LIMIT}
 
 
 def test_a_thread_that_was_woken_sleeps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a round for each beat, and spins in between if nobody takes back what woke it."""
+    """The thread has a round for each beat, and would spin in between if nobody took back what woke it."""
     called: list[str] = []
 
     def counted(name: str) -> None:
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: Run) -> None:
-    """What has failed for good works again; the old rank is asked to end, and a late one of before is refused."""
+    """A role that has failed for good works again; its old rank is asked to end, and a late old one is refused."""
     old = run.start(0, 1)
     run.server.wait_for("actor", 1, HANG_S)
     call = ask(run.server, "actor", 0, "sleep", timeout_s=HANG_S, seconds=60)
@@ -208,9 +208,9 @@ def test_the_clock_leaves_out_what_a_round_took_too_long(monkeypatch: pytest.Mon
         clock.tick()
         assert clock.now() - start == pytest.approx(elapsed)
     assert clock.absence_s(within_s=2.0) == pytest.approx(1000.0)
-    assert clock.absence_s(within_s=1.0) == 0.0  # it ended before
+    assert clock.absence_s(within_s=1.0) == 0.0  # the absence ended before
     real[0] += 30.0
-    assert clock.absence_s(within_s=1.0) == pytest.approx(30.0)  # and this lasts
+    assert clock.absence_s(within_s=1.0) == pytest.approx(30.0)  # this absence lasts
 
 
 class Proxy:
@@ -329,7 +329,7 @@ with ControlServer(keys) as server:
 
 
 def test_idle_ends_cost_next_to_nothing(tmp_path: Path) -> None:
-    """At the default heartbeat: a conductor's end and 12 ranks, in a process that has nothing else to do."""
+    """A conductor's end and 12 ranks have the default heartbeat, in a process that has nothing else to do."""
     command = [sys.executable, "-c", IDLE, str(tmp_path / "keys.json"), str(HANG_S)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     print(f"13 ends were woken {done.stdout.strip()} times in 3 s")
@@ -356,7 +356,7 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.mark.parametrize("how", ["aloud", "silent"])
 def test_a_rank_without_memory_for_its_heartbeats_ends(tmp_path: Path, how: str) -> None:
-    """As under `ulimit -v`: were its process to live on, it would be said to hold the interpreter's lock."""
+    """Memory ends as under `ulimit -v`: a process that lived on would be said to hold the interpreter's lock."""
     words = [sys.executable, "-c", MEMORYLESS, str(tmp_path / "keys"), how, str(HANG_S)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 1

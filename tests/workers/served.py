@@ -1,4 +1,4 @@
-"""What the workers of these tests serve: well behaved methods, and every way to go wrong."""
+"""Methods that the workers of these tests serve: well behaved ones, and every way to go wrong."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS_EACH, FEWEST_STEPS = 16, 40
 MOVING = ("crash", "network cut")
 """Beginnings of kinds after which ranks are elsewhere: the next fault meets a new job, with all nodes."""
 LONELY_S = scaled(40.0)
-"""For processes on a node that is cut off: to see that their conductor is gone, and to leave."""
+"""Time for processes on a node that is cut off to see that their conductor is gone, and to leave."""
 
 
 class OnSlurm:
@@ -51,7 +51,7 @@ class OnSlurm:
             crashed = hit.nodes if fault.kind.startswith("crash") else ()
             self._look_at(session, seen, *(node for node in self._slurm.names if node not in crashed))
         if seen.ended_s is not None and "cut off" in fault.says:
-            # Until Slurm says how the job ended its conductor may be saving.
+            # The conductor of a job may be saving until Slurm says how the job ended.
             over = _job(session).number
             wait_until(lambda: self._slurm.job(over)["JobState"] in OVER, REST_S, 0.2, 0.2)
             seen.stated += self._slurm.run(COMMAND, "status", str(session.directory.root))
@@ -73,7 +73,7 @@ class OnSlurm:
         return {share["node"] for shares in ranks(session.directory.root).values() for share in shares}
 
     def _lonely(self, session: Session, *nodes: str) -> list[str]:
-        """What does not leave by itself on nodes that hear nothing of the conductor any more."""
+        """List processes that do not leave by themselves on nodes that hear nothing of the conductor any more."""
         left, root = self._slurm.left, session.directory.root
         wait_until(lambda: not left(root, *nodes), LONELY_S, 0.2, 0.5)
         return [f"process {line[:160]} on {node}" for node in nodes for line in left(root, node)]

@@ -31,7 +31,7 @@ TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic ran
 """Pairs of which the second is killed while the run deals with the end of the first."""
 
 HURTS, BORNE, STOPS = "hurts", "borne", "stops"
-"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order."""
+"""Effects of a fault: it breaks the run, changes nothing (the run goes on as without it), ends the run in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Fault:
     phase: str
     does: str = HURTS
     says: str = ""  # {pid} stands for the process that was hit
-    needs: str = ""  # what the machine has to have: "" nothing, "root" to mount a small disk, "slurm"
-    apart: bool = False  # on a copy of the run's directory, which is not used again
-    limit_s: float = 60.0  # in which it has to be detected
+    needs: str = ""  # "": any machine; "root": one that may mount a small disk; "slurm": one with Slurm
+    apart: bool = False  # it strikes a copy of the run's directory, which is not used again
+    limit_s: float = 60.0  # the fault has to be detected within this time
     each: int = 1  # ranks of a role on a node of the cluster
 
     @property

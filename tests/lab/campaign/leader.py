@@ -43,7 +43,7 @@ class Case:
 
     fault: Fault
     seen: Observation
-    rows: list[dict[str, Any]] = field(default_factory=list)  # of the steps after its last checkpoint
+    rows: list[dict[str, Any]] = field(default_factory=list)  # metrics of the steps after its last checkpoint
 
 
 class Site(Protocol):
@@ -116,18 +116,18 @@ class Leader:
         self._config = write_workload(out / "work")
         self._holds = Holds(self._config)
         self._calm: list[dict[str, Any]] = []
-        self._model = b""  # that a run of `EXPORT_STEPS` exports
+        self._model = b""  # the model that an undisturbed run of `EXPORT_STEPS` exports
         self._session: Session | None = None
         self._chain = 0
-        self._start_s = 2 * START_DELAY_S  # of the shortest start so far
-        self._waiting: list[Case] = []  # for a session that shows whether the same command goes on
-        self._borne: list[Case] = []  # for the end of the session in which they were
+        self._start_s = 2 * START_DELAY_S  # the shortest start so far
+        self._waiting: list[Case] = []  # cases that need a session which shows whether the same command goes on
+        self._borne: list[Case] = []  # cases that are judged at the end of their session
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others; the last ones at the end."""
         self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
         try:
-            # Those with runs of their own come last: meanwhile the other run would go on and on.
+            # Faults with runs of their own come last: meanwhile the other run would go on and on.
             for fault in sorted(faults, key=_stands_apart):
                 if _stands_apart(fault):
                     yield from self._last()
@@ -274,7 +274,7 @@ class Leader:
             case.seen.resumed = resumed
             if session is not None:
                 case.seen.resumed_at = session.began_at or 0
-                # What a start says of damaged checkpoints.
+                # A start names damaged checkpoints.
                 case.seen.stated += "\n".join([*session.own_events(), session.process.output()])
                 case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
             yield self._row(case)

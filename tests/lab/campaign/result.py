@@ -1,4 +1,4 @@
-"""What a campaign found: the summary, and campaign.json."""
+"""The result of a campaign: the summary, and campaign.json."""
 
 from __future__ import annotations
 

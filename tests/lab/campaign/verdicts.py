@@ -1,4 +1,4 @@
-"""What the observations of a fault mean: detected in time, culprit named, recovered, metrics equal, nothing left."""
+"""Verdicts on the observations of a fault: detected in time, culprit named, recovered, metrics equal, nothing left."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Observation:
     hit_phase: str = ""  # as the run reported it when the fault struck
     hit_step: int = 0  # steps that were done by then
     printed: int = 0  # characters, before the fault
-    pid: int = 0  # of the process that was hit
-    nodes: tuple[str, ...] = ()  # that were hit
+    pid: int = 0  # the process that was hit
+    nodes: tuple[str, ...] = ()  # nodes that were hit
     checkpoint: int = 0  # the newest whole one by then
     detected_s: float | None = None  # from the fault to the first sign that the run gives of it
-    ended_s: float | None = None  # to the end of the conductor; None: it went on
+    ended_s: float | None = None  # from the fault to the end of the conductor; None: it went on
     exit_code: int | None = None
     went_on: bool = False  # it did steps after the fault in the same session, or was done
     requeued: bool = False  # Slurm started its job again
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
-    innocents: list[str] = field(default_factory=list)  # that the run says have died, though nobody hit them
+    innocents: list[str] = field(default_factory=list)  # processes that the run calls dead, though nobody hit them
     stated: str = ""  # output, events, status and what the next start said
     traceback: bool = False  # the terminal showed one
     orphans: list[str] = field(default_factory=list)  # processes
     shared_memory: list[str] = field(default_factory=list)  # files in /dev/shm
     locks: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # of what had been done
+    lost: list[str] = field(default_factory=list)  # finished work that is gone
     unequal: list[str] = field(default_factory=list)  # metrics that differ from the calm run's
     compared: int = 0  # steps
-    error: str = ""  # of the harness: the fault could not be tried
+    error: str = ""  # the harness failed: the fault could not be tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Row:
     phase: str
     hit: str
     detected_s: float | None
-    limit_s: float  # in which it had to be
+    limit_s: float  # the limit of `detected_s`
     culprit: bool | None  # None: there is nothing to name
     said: str
     outcome: str
@@ -80,7 +80,7 @@ class Row:
 
 def judge(fault: Fault, seen: Observation) -> Row:
     """Judge one fault."""
-    # What was asked to stop while it exports its model finishes that, and is done.
+    # A run that is asked to stop while it exports its model finishes that, and is done.
     if fault.does == STOPS and seen.went_on and seen.ended_s is None:
         fault = replace(fault, does=BORNE)
     quotes = [quote(one, seen.stated) for one in patterns(fault, seen)]
