@@ -60,7 +60,6 @@ def take_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, lengths: list[tuple[int, int]]
 ) -> None:
-    """In the trainer's attention, and in transformers' flash attention (ds.attn_implementation = flash_attention_2)."""
     policy = load_policy(make_model(tmp_path / "model", arch), FP32, 7, max_len=64)
     exp = make_experience(lengths)
     equal = collate(exp, CPU, packed=True).row.equal  # type: ignore[union-attr]
