@@ -160,10 +160,10 @@ def _derived(spec: Spec, measured: dict[str, Any]) -> dict[str, Any]:
 
 def show(found: dict[str, Any]) -> str:
     """Format the results for a terminal."""
-    mega = 1e6
+    mega, digits = 1e6, 0 if found["bytes"] >= 1e6 else 3
     lines = [
-        f"{found['bytes'] / mega:.0f} MB, actor {found['actors']} -> engines {found['engines']}, ZeRO-{found['zero']}, "
-        f"{found['backend']}",
+        f"{found['bytes'] / mega:.{digits}f} MB, actor {found['actors']} -> engines {found['engines']}, "
+        f"ZeRO-{found['zero']}, {found['backend']}",
         f"  update        {found['seconds']:.3f} s, {found['bytes_per_s'] / mega:.0f} MB/s into each engine rank and "
         f"node, {found['bytes_per_s_all_ranks'] / mega:.0f} MB/s into all ranks",
         f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate "

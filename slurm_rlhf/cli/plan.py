@@ -117,11 +117,10 @@ def draw_memory(memory: Memory) -> str:
     title = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
     rows = [("", "needed", "there", title)]
     for row in memory.account.rows:
-        there = gib(row.there) if row.there else ""
         mark = "" if row.fits else "DOES NOT FIT: "
         parts = list(row.by_role.items()) if row.together else row.terms[:_LARGEST]
         largest = ", ".join(f"{what} {gib(size)}" for what, size in parts if gib(size) != "0.0")
-        rows.append((row.name, gib(row.needed), there, mark + largest))
+        rows.append((row.name, gib(row.needed), gib(row.there) if row.there else "", mark + largest))
     width = max(len(row[0]) for row in rows)
     lines = []
     for name, needed, there, what in rows:
@@ -156,7 +155,6 @@ def memory_json(memory: Memory) -> dict[str, Any]:
     found = memory.account
     if found is None:
         return {"known": False, "why": memory.unknown}
-    engine = found.engine
     return {
         "known": True,
         "gpu": memory.size.name,
@@ -167,7 +165,7 @@ def memory_json(memory: Memory) -> dict[str, Any]:
         "rows": [
             asdict(row) | {"name": row.name.strip(), "needed": row.needed, "fits": row.fits} for row in found.rows
         ],
-        "kv_cache": engine and {"blocks": engine.blocks, "sequences": engine.sequences, "wanted": found.wanted},
+        "kv_cache": (kv := found.engine) and {"blocks": kv.blocks, "sequences": kv.sequences, "wanted": found.wanted},
     }
 
 
@@ -303,7 +301,7 @@ def step_time(
     if memory.models is None or gpu is None or not gpu.bf16_tflops or ranks.topology.accelerator != GPU:
         return None
     network, inside = (rate * GIGABIT for rate in rates.values())
-    sync = cost_of(transfer).seconds(network, inside) if transfer else 0.0
+    sync = cost_of(transfer).seconds(network, inside) if transfer else None
     batch = StepLengths.expected(memory.config, mean, prompt_tokens(config) or PROMPT)
     return predict(memory.config, memory.models, gpu, Links(network, inside), sync, batch)
 
@@ -335,6 +333,8 @@ def draw_step(time: StepTime, gpu: str, rewards: bool) -> str:
     )
     if rewards and REWARD not in time.phases:
         text += " The reward is a function's, whose time is not predicted."
+    if "sync" not in time.phases:
+        text += " A weight transfer is left out: its tensors are not known without the model's safetensors files."
     return textwrap.fill(text, _WIDTH, subsequent_indent="  ")
 
 

@@ -90,7 +90,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """Characters that no TOML file can hold: Python puts them for bytes of the command line that are not UTF-8."""
 _PLAIN = re.compile(r"\[[\w ,./-]*\]")
 """A list without the quotes that TOML wants, as a shell leaves it."""
-_NAMES = ("logger.use",)
+_NAMES = ("logger.use", "lora.target_modules")
 """Lists of names, which hold no comma."""
 _WORDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("str", "path", "dataset", "part"), str),

@@ -31,12 +31,12 @@ def ways(config: Config, trainers: Collection[str], ranks: RankMap) -> Iterator[
         f"layers compiled ({dict(FASTER)['ds.compile']} times as fast)": ds.compile,
         f"Liger's kernels ({dict(FASTER)['ds.use_liger_kernel']} times as fast)": ds.use_liger_kernel,
         f"attention {ds.attn_implementation}": ds.attn_implementation != "sdpa",
-        f"{ds.ulysses_size} ranks for a sequence": ds.ulysses_size > 1,
-        f"parameters copied by {ds.hpz_size} ranks": ds.hpz_size > 1,
-        f"gradients summed in {ds.grad_comm_dtype}": ds.grad_comm_dtype != "fp32",
+        f"{ds.ulysses_size} ranks for a sequence (1/{ds.ulysses_size} of its activations each)": ds.ulysses_size > 1,
+        f"parameters copied by {ds.hpz_size} ranks (1/{ds.hpz_size} of them more on each GPU)": ds.hpz_size > 1,
+        f"gradients summed in {ds.grad_comm_dtype} (half the bytes)": ds.grad_comm_dtype != "fp32",
         f"adapters of rank {config.lora.rank}": config.lora.rank > 0,
         f"sampling ahead (train.async_queue_size = {config.train.async_queue_size})": engines
         and config.vllm.sync_mode == "inflight",
-        "KV cache kept over updates": engines and config.vllm.keep_kv_cache,
+        "KV cache kept over updates (no token is computed anew)": engines and config.vllm.keep_kv_cache,
     }
     yield from (words for words, is_used in in_use.items() if is_used)

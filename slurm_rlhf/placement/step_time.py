@@ -123,7 +123,7 @@ USUAL_LINKS = Links(100 * GIGABIT, 800 * GIGABIT)
 class StepTime:
     """Hold the predicted seconds of a step and what follows from them."""
 
-    phases: Mapping[str, float]  # sampling, forward, update, sync; reward, where a model gives it
+    phases: Mapping[str, float]  # sampling, forward, update; sync, where it is known; reward, where a model gives it
     step: float
     binds: str  # name of the phase or part that a step waits for longest
     idle: float  # share of all GPU seconds in which the GPU has no work
@@ -155,12 +155,12 @@ def predict(
     models: Models,
     gpu: Gpu,
     links: Links,
-    sync_s: float,
+    sync_s: float | None,
     batch: StepLengths,
     rates: Rates = RATES,
     cores: Cores | None = None,
 ) -> StepTime:
-    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer.
+    """Predict a step of a run with engines. `sync_s`: seconds of a weight transfer; None: not known.
 
     For CPUs, `gpu` and `rates` are those of `measured`, and `cores` is given.
     """
@@ -191,7 +191,7 @@ def predict(
         "sampling": sampled + count * rates.response_s,
         "forward": together(forward) - rest,
         "update": together(update),
-        "sync": sync_s,
+        **({} if sync_s is None else {"sync": sync_s}),
     }
     if REWARD in work:
         phases["reward"] = rest

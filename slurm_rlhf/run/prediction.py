@@ -95,7 +95,7 @@ class Prediction:
         known = self.speeds
         if not self._lengths or self.models is None or known is None:
             return {}
-        sync_s, hardware = self.sync_s or 0.0, (known.rates, known.cores)
+        sync_s, hardware = self.sync_s, (known.rates, known.cores)
         found = [
             step_time.predict(self.config, self.models, known.gpu, known.links, sync_s, step, *hardware).phases
             for step in self._lengths

@@ -47,14 +47,12 @@ def save_hf(model: Any, whole: Iterable[tuple[str, Tensor]], source: Path, out: 
     `whole`: its parameters, which may be gathered one at a time, so every rank iterates over all. Rank 0 writes; the
     new directory is complete before it gets the name `out`.
     """
-    keep = rank == 0
-    state = {name: full.cpu().clone() for name, full in whole if keep}
-    if keep:
+    state = {name: full.cpu().clone() for name, full in whole if rank == 0}
+    if rank == 0:
         adapter = merge(model, state)
         with _replacing(out) as new:
             _write(model, _with_buffers(model, state), source, new)
-            if adapter:
-                _write_adapter(model, adapter, source, new / ADAPTER)
+            _write_adapter(model, adapter, source, new / ADAPTER, task_type="CAUSAL_LM")
 
 
 def save_reward(
@@ -68,19 +66,20 @@ def save_reward(
 ) -> None:
     """Write a reward model as transformers' sequence classification with one label, as `save_hf` does.
 
-    `whole`: the parameters of `body`; `head`: fp32 [1, H]; `settings`: fields of its config.json. Adapters are merged.
-    Raises ModelError as `classifier` does.
+    `whole`: the parameters of `body`; `head`: fp32 [1, H]; `settings`: fields of its config.json. Raises ModelError as
+    `classifier` does.
     """
-    keep = rank == 0
-    state = {name: full.cpu().clone() for name, full in whole if keep}
-    if not keep:
+    state = {name: full.cpu().clone() for name, full in whole if rank == 0}
+    if rank != 0:
         return
-    merge(body, state)
-    model = classifier(body.config, settings)
-    prefix = model.base_model_prefix
-    named = {f"{prefix}.{name}": tensor for name, tensor in _with_buffers(body, state).items()}
+    adapter, model = merge(body, state), classifier(body.config, settings)
+    named, learned = (
+        {f"{model.base_model_prefix}.{name}": tensor for name, tensor in found.items()} | {f"{HEAD}.weight": head}
+        for found in (_with_buffers(body, state), adapter)
+    )
     with _replacing(out) as new:
-        _write(model, named | {f"{HEAD}.weight": head}, source, new)
+        _write(model, named, source, new)
+        _write_adapter(body, learned, source, new / ADAPTER, task_type="SEQ_CLS", modules_to_save=[HEAD])
 
 
 def classifier(config: Any, settings: dict[str, Any]) -> Any:
@@ -136,12 +135,13 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     flush(out.iterdir())  # before the rename makes it the export
 
 
-def _write_adapter(model: Any, adapter: dict[str, Tensor], source: Path, out: Path) -> None:
-    """Write the adapters of `model` as PEFT does."""
-    settings = settings_of(model)
+def _write_adapter(model: Any, adapter: dict[str, Tensor], source: Path, out: Path, **kind: Any) -> None:
+    """Write the adapters of `model`, if it has any, as PEFT does; `kind`: fields of its config."""
+    if not (settings := settings_of(model)):
+        return
     described = {
+        **kind,
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source.absolute()),
         "r": settings["rank"],
         "lora_alpha": settings["alpha"],

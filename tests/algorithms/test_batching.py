@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, split_ranks
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.roles import running_roles
+from slurm_rlhf.config.roles import of_command, running_roles
 
 lengths_and_ranks = st.integers(1, 4).flatmap(
     lambda dp: st.integers(0, 5).flatmap(
@@ -135,12 +135,13 @@ def shipped() -> dict[str, tuple[int, int, int, int]]:
     """File and role -> (sequences of an optimizer step, ranks, train.max_tokens_per_gpu, hidden size)."""
     found = {}
     for file in sorted(SBATCH.rglob("*.toml")):
-        config = load_config(file, [])
-        size = next((size for size in HIDDEN if f"-{size}-" in config.actor.model_name_or_path), "")
+        config = of_command(load_config(file, []), file.stem)
+        batch = config.sft.batch_size if file.stem == "sft" else config.train.batch_size
+        size = next((size for size in HIDDEN if f"-{size}-" in f"{config.actor.model_name_or_path}-"), "")
         for role in running_roles(config) if size else ():
             if role.kind == "trained":
-                rest = role.ranks(config), config.train.max_tokens_per_gpu, HIDDEN[size]
-                found[f"{file.stem} {role.name}"] = (config.train.batch_size, *rest)
+                rest = config.train.max_tokens_per_gpu, HIDDEN[size]
+                found[f"{file.stem} {role.name}"] = (batch, role.ranks(config), *rest)
     return found
 
 
@@ -150,7 +151,7 @@ SHIPPED = shipped()
 def test_all_that_is_shipped_is_read() -> None:
     assert SHIPPED["ppo_7b critic"] == (96, 6, 32768, 3584)
     assert SHIPPED["grpo_32b actor"] == (1024, 32, 32768, 5120)
-    assert len(SHIPPED) > 20
+    assert (SHIPPED["sft actor"], len(SHIPPED)) == ((128, 16, 8192, 3584), 24)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

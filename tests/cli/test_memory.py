@@ -71,6 +71,7 @@ def test_plan_has_a_row_for_every_role(capsys: pytest.CaptureFixture[str], seven
     assert "there  Memory of a GPU in GiB (H100: 79.1)" in table[0]
     assert [line.split()[0] for line in table[1:6]] == ["actor", "reference", "together:", "critic", "rollout"]
     assert "KV cache of an engine: " in table[6]
+    assert re.search(r"update [\d.]+ s\); it .* A weight transfer is left out: its", " ".join(out.split()))
     assert max(len(line) for line in out.splitlines()) <= 100
 
 

@@ -70,7 +70,7 @@ BROKEN = [
     ("ds.compile=true train.gradient_checkpointing=selective", "selective: the compiler chooses ... use off or full"),
     ("ds.compile=true rollout.engine=hf", "ds.compile = true excludes rollout.engine = hf: the actor's layers"),
     ("vllm.keep_kv_cache=true", "vllm.keep_kv_cache = true needs vllm.sync_mode = inflight"),
-    ("vllm.keep_kv_cache=true vllm.sync_mode=inflight lora.rank=8", "and excludes lora.rank"),
+    ("vllm.keep_kv_cache=true lora.rank=8 with vllm.sync_mode=inflight", "true excludes lora.rank = 8, with"),
     ("lora.alpha=32", "lora.alpha ... with lora.rank = 0, which trains all parameters"),
     ("lora.rank=513", "lora.rank must be at least 0 and at most 512, got 513"),
     # the distribution that is sampled from

@@ -72,6 +72,7 @@ def test_file_then_command_line(tmp_path: Path) -> None:
         (["--actor.eps_clip_low_high=[0.2, 0.3]"], "actor.eps_clip_low_high", [0.2, 0.3]),
         (["--reward.clip_range", "-5", "5"], "reward.clip_range", [-5.0, 5.0]),
         (["--rollout.stop", "a,b", "c"], "rollout.stop", ["a,b", "c"]),
+        (["--lora.target_modules=q_proj,v_proj"], "lora.target_modules", ["q_proj", "v_proj"]),
         (["--rollout.stop=--"], "rollout.stop", ["--"]),
         (['--rollout.stop=["\\n"]'], "rollout.stop", ["\n"]),
         (["--rollout.stop=[]"], "rollout.stop", []),

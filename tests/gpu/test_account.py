@@ -209,12 +209,8 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     assert metrics["perf/mfu_update"] == pytest.approx(flops.update(FOUR, True) / (3 * 989.4e12 * 5))
     whole = flops.update(FOUR, True) + flops.others(FOUR)
     assert metrics["perf/mfu"] == pytest.approx(whole / (5 * 989.4e12 * 10))
-    assert set(metrics) == {f"perf/gpu_idle_{role}" for role in RANKS.roles} | {
-        "perf/gpu_idle",
-        "perf/gpu_hours",
-        "perf/mfu",
-        "perf/mfu_update",
-    }
+    whole_run = {f"perf/{name}" for name in ("gpu_idle", "gpu_hours", "mfu", "mfu_update")}
+    assert set(metrics) == {f"perf/gpu_idle_{role}" for role in RANKS.roles} | whole_run
     assert stated[0] == "attention: actor sdpa: FLASH_ATTENTION, critic sdpa, reference sdpa, rollout FLASH_ATTN"
     assert stated[1] == "weight transfer: nccl over ib0"
     assert stated[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
@@ -237,7 +233,6 @@ def test_seconds_of_phases_stand_with_their_prediction(tmp_path: Path, server: S
     assert found.pop("reward").predicted is None
     assert {phase: each.measured for phase, each in found.items()} == {"update": 6.0, "sampling": 3.0}
     assert all(0 < each.predicted < 1 for each in found.values())
-    assert found["update"].measured == 6.0
     save_file({"w": np.zeros((1000, 1000), np.float32)}, tmp_path / "model" / "model.safetensors")
     assert account.compared()["sync"] == PhaseSeconds(pytest.approx(2 * 2e6 / 100e9), 1.5)  # to two ranks, 800 Gbit/s
 

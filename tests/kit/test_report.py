@@ -87,6 +87,9 @@ def test_every_check_has_a_function_and_a_deadline_within_the_kits_own() -> None
         assert f"\ndef {function}(place: Place) -> Finding:" in text
         assert kit.LEAST_S < one.deadline_s < kit.BUDGET_S
     assert len({one.name for one in CHECKS}) == len(CHECKS)
+    between = [one for one in CHECKS if one.nodes > 1]
+    assert between == [*CHECKS[: len(between)]], "the kit may end before it comes to the last ones"
+    assert sum(one.deadline_s for one in between) < kit.BUDGET_S
 
 
 def test_the_table_and_the_two_files(tmp_path: Path) -> None:
@@ -179,8 +182,7 @@ def test_roles_that_share_gpus_share_two_where_there_are_four(
 def test_without_a_gpu_the_kit_ends_with_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
     write_smi(tmp_path, said="No devices were found\n")
     done = completed(["bash", str(RUN_SH), *words], env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("tests: no GPU here (nvidia-smi -L: No devices were found)")
     assert "--rehearse" in line
@@ -203,9 +205,7 @@ def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_
 
 
 def test_the_kit_is_no_part_of_the_ordinary_run() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     kit_file = str(Path(__file__).with_name("test_gpu.py"))
-    ordinary = completed([*command, kit_file])
-    assert f"{len(CHECKS)} deselected" in ordinary.stdout
-    asked = completed([*command, kit_file, "-m", "gpu"])
-    assert asked.stdout.count("test_check[") == len(CHECKS)
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", kit_file]
+    assert f"{len(CHECKS)} deselected" in completed(command).stdout
+    assert completed([*command, "-m", "gpu"]).stdout.count("test_check[") == len(CHECKS)

@@ -59,15 +59,15 @@ def test_how_a_run_computes_is_named(tmp_path: Path) -> None:
     assert [*ways(config, ["actor"], with_engines)] == [
         *computing,
         "sampling ahead (train.async_queue_size = 1)",
-        "KV cache kept over updates",
+        "KV cache kept over updates (no token is computed anew)",
     ]
     assert computing == [
         "activation checkpointing full (updates 1.18 times as long)",
         "actor padded (qwen2, ds.packing_samples = auto)",
         "layers compiled (1.21 times as fast)",
         "attention eager",
-        "parameters copied by 2 ranks",
-        "gradients summed in bf16",
+        "parameters copied by 2 ranks (1/2 of them more on each GPU)",
+        "gradients summed in bf16 (half the bytes)",
         "adapters of rank 8",
     ]
 

@@ -117,9 +117,9 @@ def test_the_policy_learns_and_the_base_stays(
 
     base = make_tiny(tmp_path / "model")
     config = made(base, **ds)
-    config.train.full_determinism = False
+    config.train.full_determinism, config.actor.gradient_checkpointing_enable = False, True
     monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed reads it
-    config.actor.gradient_checkpointing_enable = True
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # ZeRO-3 leaves its own there
     trainer = PolicyTrainer(config, 3)
     exp = make_experience(9)
     micro = [[*range(len(exp))]]
@@ -131,8 +131,7 @@ def test_the_policy_learns_and_the_base_stays(
     assert np.abs(after - before).max() > 1e-3
 
     described = {one.name: one.shape for one in trainer.describe()}
-    assert described
-    assert all(map(is_adapter, described))
+    assert [*map(is_adapter, described)] == [True] * (2 * 7 * 2)
     assert {*trainer.local_parameters()} == {*described}
 
     (tmp_path / "checkpoint").mkdir()
@@ -155,3 +154,4 @@ def test_the_policy_learns_and_the_base_stays(
     config.lora.rank = RANK + 1
     with pytest.raises(CheckpointError, match=r"with its lora\.rank and lora\.target_modules"):
         PolicyTrainer(config, 3).load(tmp_path / "checkpoint")
+    torch.distributed.destroy_process_group()

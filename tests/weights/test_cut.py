@@ -20,7 +20,7 @@ from sync_peer import describe, make_weights
 from tiny_models import make_tiny
 from waiting import scaled, until
 
-from slurm_rlhf.bench.sync import Spec, measure, parameters_of
+from slurm_rlhf.bench.sync import Spec, measure, parameters_of, show
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
@@ -187,14 +187,17 @@ def test_what_silences_mean() -> None:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str], rank: int) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
-    assert main(["bench", "sync", *words]) == 0
+    assert main(["bench", "sync", *words, f"--lora_rank={rank}"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"seconds", "bytes", "raw_seconds", "share_of_raw", "peak_extra_bytes"} <= set(found)
-    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in parameters_of(3_000_000))
+    given = parameters_of(3_000_000)
+    layers = [sum(shape) for name, shape, _ in given if name.startswith("layers.") and len(shape) == 2]
+    assert found["bytes"] == 2 * (rank * sum(layers) or sum(math.prod(shape) for _, shape, _ in given))
+    size = f"{found['bytes'] / 1e6:.{3 if rank else 0}f} MB"
+    assert show(found).splitlines()[0] == f"{size}, actor 2x1 -> engines 1x2, ZeRO-3, gloo"
     assert found["share_of_raw"] == pytest.approx(found["raw_seconds"] / found["seconds"])
-    assert (found["actors"], found["engines"], found["zero"]) == ("2x1", "1x2", 3)
 
 
 @pytest.mark.parametrize(
