@@ -251,8 +251,8 @@ class Ds:
 class Lora:
     rank: Annotated[int, Range(0, 512)] = 0
     """Train low-rank adapters of this rank (vLLM takes up to 512) in policy and critic, and of other parameters the
-    critic's head alone; 0: train all parameters. The reference is the policy without its adapter, so no role runs for it, and the adapter
-    alone goes to the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
+    critic's head alone; 0: train all parameters. The reference is the policy without its adapter, so no role runs for
+    it, and the adapter alone goes to the engines. Needs about ten times the learning rate: `slurm-rlhf docs models`."""
     alpha: Annotated[float, POSITIVE] = 16.0
     """An adapter's output is multiplied by lora.alpha / lora.rank."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
