@@ -305,6 +305,7 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
             assert source(*sampled("123", label="7")).rewards.tolist() == [7, 14, 21]
             (health,) = healths(url(server), token="env:REWARD_SECRET")
             assert (health.serves, health.away) == (str(tmp_path / "reward.py"), "")
+            assert [one.away for one in healths(url(server))] == ["status 401"]
             with pytest.raises(
                 RewardError, match=r"http://127.0.0.1:\d+: .*reward.py:2: reward_func raised ValueError"
             ):
