@@ -161,7 +161,7 @@ def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off:
             lines.append(_row("paused", waited.removeprefix("warning: ")))
         lines += [_row("engines", text.splitlines()[0]) for text in engines_lost(events).values()]
         lines += [_row("workers", text.removeprefix("warning: ")) for text in workers_lost(events)]
-    if running and status.left_s is not None:
+    if running and status.left_s is not None and not waited:
         end = datetime.fromtimestamp(time.time() + status.left_s)
         lines.append(_row("left", f"{duration(status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines

@@ -190,14 +190,9 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_null_means_that_the_reward_does_not_apply() -> None:
-    with (
-        served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server,
-        client(url(server)) as (
-            source,
-            _,
-        ),
-    ):
-        found = source(*sampled("a"))
+    with served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server:
+        with client(url(server)) as (source, _):
+            found = source(*sampled("a"))
     assert found.skipped is not None
     assert found.skipped.tolist() == [True]
 
