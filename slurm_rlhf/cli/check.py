@@ -197,7 +197,7 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
     from slurm_rlhf.rewards.pooled import FAIL
-    from slurm_rlhf.rewards.scored import Scoring
+    from slurm_rlhf.rewards.scored import Scoring, parse_answer
     from slurm_rlhf.rewards.sources import WeightedRewards
 
     if inputs.environments is not None:
@@ -215,9 +215,9 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts))) for _ in range(2)]
         answers = [_answered(prompt) for prompt in prompts]  # two of each: one number for several would pass otherwise
         whose = f"labels of the first {len(prompts) // 2} prompts, as if they were responses"
-    if config.reward.model_name_or_path:
-        yield "rewards: the reward model is not loaded here, so the sum of reward.sources is not computed"
-        return
+    if config.reward.model_name_or_path and isinstance(inputs.reward, WeightedRewards):
+        yield "rewards: the reward model is not loaded here and counts as 0"
+        inputs.reward.model = lambda prompts, found, step: parse_answer([0.0] * len(found), len(found), "")
     try:
         answer = Scoring(inputs.reward, config.timeout.reward, note=print)(prompts, answers, 0)
     except RewardError as error:

@@ -85,8 +85,7 @@ def status_of(word: str, curves: bool = False) -> tuple[list[str], bool]:
         return pipeline_lines(whole)
     found = find(word)
     if found.directory is None:
-        unknown = _row("run", "its directory is not known yet: the job prints it when it starts")
-        return [*job_lines(found), unknown], False
+        return [*job_lines(found), _row("run", "its directory is not known yet: the job prints it at its start")], False
     directory = RunDirectory(found.directory)
     status = read_run_status(directory.metrics, directory.summary)
     cut_off = _cut_off(found, status)
@@ -148,6 +147,8 @@ def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off:
         return lines
     reward = "" if status.reward is None else f", reward {status.reward:.4g}"
     lines.append(_row("step", f"{status.step}/{status.total}{reward}"))
+    if "turns" in (last := status.rows[-1] if status.rows else {}):
+        lines.append(_episodes(last))
     lines += [_row("restart", f"{number} in place: {why}") for number, why in enumerate(status.restarts, 1)]
     running = status.status == "running" and not cut_off
     if running and status.starting:  # the pace is that of an earlier start
@@ -161,7 +162,7 @@ def run_lines(found: Found, directory: RunDirectory, status: RunStatus, cut_off:
             lines.append(_row("paused", waited.removeprefix("warning: ")))
         lines += [_row("engines", text.splitlines()[0]) for text in engines_lost(events).values()]
         lines += [_row("workers", text.removeprefix("warning: ")) for text in workers_lost(events)]
-    if running and status.left_s is not None:
+    if running and status.left_s is not None and not waited:
         end = datetime.fromtimestamp(time.time() + status.left_s)
         lines.append(_row("left", f"{duration(status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines
@@ -239,6 +240,13 @@ def _row(name: str, text: str) -> str:
     return f"{name:{_NAME}}{text}"
 
 
+def _episodes(last: dict[str, Any]) -> str:
+    """Describe the episodes of the last step, which had environments."""
+    tools = [f"{value:.1%} {name[6:]}" for name, value in last.items() if name[:6] == "tools/" and name[6:] != CALLS]
+    called = f", {last[f'tools/{CALLS}']:.3g} calls of tools, of which {', '.join(tools)}" if tools else ""
+    return _row("episodes", f"{last['turns']:.3g} turns{called}; {last['lost']:.1%} of them lost")
+
+
 def curve_lines(rows: list[dict[str, Any]]) -> list[str]:
     """Describe the steps so far: rewards as curves, the last step's phases and engines."""
     if not rows:
@@ -249,14 +257,7 @@ def curve_lines(rows: list[dict[str, Any]]) -> list[str]:
             text = sparkline(values, _CURVE)
             lines.append(_row(name, f"{text}  {values[0]:.4g} to {values[-1]:.4g} in {len(values)} steps"))
     if parts := {name: last[f"time/{name}"] for name in PHASES if last.get(f"time/{name}")}:
-        seconds = ", ".join(f"{name} {value:.3g} s" for name, value in parts.items())
-        lines.append(_row("last step", seconds))
-    if "turns" in last:
-        tools = [
-            f"{value:.1%} {name[6:]}" for name, value in last.items() if name[:6] == "tools/" and name[6:] != CALLS
-        ]
-        called = f", {last[f'tools/{CALLS}']:.3g} calls of tools, of which {', '.join(tools)}" if tools else ""
-        lines.append(_row("episodes", f"{last['turns']:.3g} turns{called}; {last['lost']:.1%} of them lost"))
+        lines.append(_row("last step", ", ".join(f"{name} {value:.3g} s" for name, value in parts.items())))
     speeds = {int(found[1]): value for name, value in last.items() if (found := _ENGINE.fullmatch(name)) and value}
     if speeds:
         text, slowest = f"{sum(speeds.values()):.0f} tokens/s", min(speeds, key=lambda engine: speeds[engine])

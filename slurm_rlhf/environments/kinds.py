@@ -279,7 +279,7 @@ class Instances:
         needed = [] if kind == "gym" else _required(made.__init__)
         if needed:
             raise EpisodeError(
-                f"{self.file}: {made.__name__}.__init__ needs {', '.join(needed)}: it is called without arguments"
+                f"{self.file}: {made.__name__}.__init__ needs {', '.join(needed)}: give defaults, reset gets the row"
             )
         reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []
         return EnvironmentInfo(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)

@@ -173,10 +173,9 @@ def answer_calls(
     tools, messages, counts = tools_of(type(instance)), Messages(), Counter[str]()
     for call in calls:
         counts[CALLS] += 1
-        kind, found = _answer(instance, tools, call, value)
+        kind, text, found = _answer(instance, tools, call, value)
         if kind:
             counts[kind] += 1
-        text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
         messages.append({"role": "tool", "name": call.name, "content": cut(text, LONGEST)})
         if isinstance(found, list) and len(text) <= LONGEST:
             messages[-1]["result"] = json.loads(text)
@@ -185,21 +184,22 @@ def answer_calls(
 
 def _answer(
     instance: Any, tools: dict[str, Callable[..., Any]], call: ToolCall, value: Callable[[Any], Any]
-) -> tuple[str, Any]:
-    """Return the kind of an error (empty: none), and its text or what the tool has returned."""
+) -> tuple[str, str, Any]:
+    """Return the kind of an error (empty: none), its text or that of what the tool has returned, and the latter."""
     if call.error:
-        return UNREADABLE, f"error: {call.error}"
+        return UNREADABLE, f"error: {call.error}", None
     if call.name not in tools:
-        return UNKNOWN, f"error: there is no tool {call.name!r}{meant(call.name, tools)}; there are {', '.join(tools)}"
+        known = f"{meant(call.name, tools)}; there are {', '.join(tools)}"
+        return UNKNOWN, f"error: there is no tool {call.name!r}{known}", None
     arguments = arguments_of(tools[call.name])
     try:
         given = msgspec.convert(call.arguments, arguments)
     except msgspec.ValidationError as error:
-        return ARGUMENTS, f"error: arguments of {call.name}: {error}"
+        return ARGUMENTS, f"error: arguments of {call.name}: {error}", None
+    named = {name: getattr(given, name) for name in arguments.__struct_fields__}
     try:
-        found = value(
-            getattr(instance, call.name)(**{name: getattr(given, name) for name in arguments.__struct_fields__})
-        )
-    except Exception as error:
-        return RAISED, f"error: {text_of(error)}"
-    return "", found
+        found = value(getattr(instance, call.name)(**named))
+        text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+    except (Exception, SystemExit) as error:
+        return RAISED, f"error: {text_of(error)}", None
+    return "", text, found

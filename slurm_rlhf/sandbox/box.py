@@ -342,7 +342,7 @@ def read_tests(value: Any) -> list[Test]:
 
 
 def _test(value: Any, number: int) -> Test:
-    if isinstance(value, str):
+    if isinstance(value, str) and not re.fullmatch(r"\s*-?[\d.,]+\s*", value):  # a bare number fails no program
         return value
     if isinstance(value, dict) and isinstance(value.get("input"), str) and isinstance(value.get("output"), str):
         return value["input"], value["output"]

@@ -154,8 +154,7 @@ class Servers:
                 for piece in answered.iter_bytes():
                     text += piece
                     if len(text) > LARGEST:
-                        said = f"{server} answered more than {LARGEST >> 20} MiB: let it answer less"
-                        raise WorkerError(RAISED, said)
+                        raise WorkerError(RAISED, f"{server} answered more than {LARGEST >> 20} MiB: let it say less")
                     if time.monotonic() > until:
                         return None, f"{server} did not answer within {self._total_s:g} s", 0.0
                 if status in _PASSING or (status >= 500 and status not in _LASTING):
@@ -214,9 +213,7 @@ def health_of(config: Config) -> list[Health]:
         for key, value, token in values
         for url in servers_of(value)
     ]
-    if not asked:
-        return []
-    with ThreadPoolExecutor(len(asked)) as threads:
+    with ThreadPoolExecutor(len(asked) or 1) as threads:
         return list(threads.map(lambda one: _health(*one), asked))
 
 
@@ -270,16 +267,13 @@ class _Request(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        if self.path == HEALTH:
-            self._say(200, {"status": "ok", "serves": self.server.serves})
-        else:
+        if self.path != HEALTH:
             self._say(404, {})
+        elif self._admitted():
+            self._say(200, {"status": "ok", "serves": self.server.serves})
 
     def do_POST(self) -> None:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.server.token and not hmac.compare_digest(given.encode(), self.server.token.encode()):
-            self.close_connection = True  # its body is not read
-            self._say(401, {"error": "the token is missing or another one"})
+        if not self._admitted():
             return
         length = self.headers.get("Content-Length", "")
         if not (length.isdecimal() and len(length) < 10 and int(length) <= LARGEST):
@@ -294,17 +288,24 @@ class _Request(BaseHTTPRequestHandler):
         except (ValueError, AttributeError, TypeError, KeyError, OverflowError, RecursionError) as error:
             self._say(400, {"error": f"{type(error).__name__}: {error}"})
         except (WorkerError, CancelledError) as error:
-            if self._alone():
+            if (alone := self._alone()) or self.server.pool.closed:
                 self.close_connection = True
-                return
-            if self.server.pool.closed:  # the server ends: another one, or the next one here, may answer
-                self.close_connection = True
-                self._say(503, {"error": "the server ends"})
+                if not alone:  # the server ends: another one, or the next one here, may answer
+                    self._say(503, {"error": "the server ends"})
                 return
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
             self._say(REFUSED, {"kind": getattr(error, "kind", ""), "error": str(error)})
         else:
             self._say(200, self.server.said(answer))
+
+    def _admitted(self) -> bool:
+        """Tell whether the request has the token; answer it if not."""
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        known = not self.server.token or hmac.compare_digest(given.encode(), self.server.token.encode())
+        if not known:
+            self.close_connection = True  # its body is not read
+            self._say(401, {"error": "the token is missing or another one"})
+        return known
 
     def _result(self, call: Future[Any]) -> Any:
         """Wait for a call; meanwhile tell the client in each `beat_s` that it goes on.

@@ -59,7 +59,7 @@ class Code(NamedTuple):
 def of_load(name: str, error: WorkerError) -> str:
     """Say why workers could not load the user's code, which is called `name` where the error does not say it."""
     advice = "; make it faster, or raise timeout.connect" if error.kind == LATE else ""
-    return str(error) if error.kind == RAISED else f"{name}: {error}{advice}"
+    return str(error) if error.kind == RAISED or str(error).startswith(name) else f"{name}: {error}{advice}"
 
 
 class WorkerNode(Protocol):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from pipeline_files import BASE, FILE, made
 from safetensors.numpy import load_file, save_file
+from tiny_models import make_reward
 
 from slurm_rlhf.cli.main import main
 
@@ -58,6 +59,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = made(tmp_path)
     file.write_text(FILE + REST)
     (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "plain.toml").write_text(BASE[: BASE.index("[sft]")])
     (tmp_path / "reward.py").write_text("def reward_func(responses):\n    return [1.0] * len(responses)\n")
     return file
 
@@ -159,9 +161,8 @@ def test_keys_of_a_file_that_nothing_reads_are_reported(file: Path, capsys: pyte
 def test_rewards_that_fail_are_reported_whatever_they_get(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text("def reward_func(responses):\n    return [1.0 / (len(r) - 1) for r in responses]\n")
     Path("sums.jsonl").write_text("".join(json.dumps({"input": "1+1=", "label": "2" * n}) + "\n" for n in (1, 2) * 8))
-    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
     words = ("--reward.remote_url=reward.py", "--reward.on_error=skip")
-    code, out, err = checked(capsys, "base.toml", "run.toml", *words)
+    code, out, err = checked(capsys, "plain.toml", "run.toml", *words)
     assert (code, err) == (0, "")
     assert "warning: step 0: the rewards of 4 of 8 responses failed (4 raised), the first: raised: " in out
     assert "reward.py:2: reward_func raised ZeroDivisionError" in out
@@ -196,10 +197,9 @@ def test_code_that_cannot_be_used_is_one_line_on_the_terminal_of_all_processes(
     file: Path, capfd: pytest.CaptureFixture[str], key: str, code: str, said: str
 ) -> None:
     Path("bad.py").write_text(code)
-    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
     words = [f"--{key}=bad.py", *(["--timeout.connect=1"] if "sleep" in code else [])]
     capfd.readouterr()
-    status, out, err = checked(capfd, "base.toml", "run.toml", *words)
+    status, out, err = checked(capfd, "plain.toml", "run.toml", *words)
     assert (status, err.count("\n")) == (2, 1), err
     assert f"{Path('bad.py').absolute()}:" in err
     assert said in err
@@ -226,11 +226,10 @@ class _Page(BaseHTTPRequestHandler):
 def test_a_server_that_a_run_would_wait_for_is_reported(
     file: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
     with HTTPServer(("127.0.0.1", 0), _Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        status, _, err = checked(capsys, "base.toml", "run.toml", f"--{key}={url}")
+        status, _, err = checked(capsys, "plain.toml", "run.toml", f"--{key}={url}")
         server.shutdown()
     assert status == 2
     assert err.startswith(f"slurm-rlhf: error: {url} answered what is no JSON: '<html>': a run would wait")
@@ -246,8 +245,7 @@ def test_an_environment_that_cannot_begin_is_reported_with_row_and_line(
         return None, 1.0, True
 """
     Path("game.py").write_text(code)
-    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
-    words = ("base.toml", "run.toml", "--env.path=game.py")
+    words = ("plain.toml", "run.toml", "--env.path=game.py")
     capfd.readouterr()
     status, _, err = checked(capfd, *words)
     assert status == 2
@@ -269,14 +267,16 @@ def test_a_reward_with_an_environment_is_called_with_an_episode_as_a_run_has_it(
         return "again", 0.25, len(messages) > 3
 """
     Path("game.py").write_text(code)
-    Path("base.toml").write_text(BASE[: BASE.index("[sft]")])
-    words = ("base.toml", "run.toml", "--env.path=game.py", "--reward.remote_url=grade.py")
+    words = ("plain.toml", "run.toml", "--env.path=game.py", "--reward.remote_url=grade.py")
     worth = "[(p[1]['role'] == 'user') + (c[1]['content'] == 'again') for p, c in zip(prompts, completions)]"
     graded = "def reward_func(prompts, completions, **kwargs):\n    return "
     Path("grade.py").write_text(graded + worth)
     capfd.readouterr()
-    status, out, err = checked(capfd, *words)
-    assert (status, out.splitlines()[-1][-15:]) == (0, "(2 in all): 2.5"), err
+    Path("two.toml").write_text("reward.sources = [{name='a', model=true}, {name='b', remote_url='grade.py'}]")
+    model = f"--reward.model_name_or_path={make_reward('judge')}"
+    for given in (words, ("two.toml", *words[:3], model)):  # all sources but the model, which takes ranks
+        status, out, err = checked(capfd, *given)
+        assert (status, out.splitlines()[-1][-15:]) == (0, "(2 in all): 2.5"), err
     Path("grade.py").write_text(f"{graded}['good'] * len(prompts)")
     status, _, err = checked(capfd, *words)
     assert (status, "grade.py: reward_func returned 'good' (str) at index 0" in err) == (2, True), err

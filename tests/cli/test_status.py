@@ -27,6 +27,7 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.cli.status import sparkline, status_of
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.nodes.requeue import mark
+from slurm_rlhf.observe.run_log import SERVER_AWAITED
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.wire import timeouts
 
@@ -114,6 +115,10 @@ def test_a_run_that_goes_on(bench: Bench) -> None:
         assert "left        0:12, until " in out
         assert "its allocation ends before, Wed 00:00" in out
     assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller for each question
+    event = {"event": "warning", "at": 0.0, "step": 4, "text": f"{SERVER_AWAITED}: gone"}
+    (bench.run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    out = bench.shown(12)
+    assert ("paused      the run waits for a server: gone" in out, "left " in out) == (True, False)
 
 
 def test_a_run_that_starts_says_what_it_does(bench: Bench) -> None:

@@ -43,9 +43,9 @@ class Counter:
             names: Names of those who count.
         """
         if times > 100:
-            raise ValueError("too often")
+            raise (ValueError if times == 101 else SystemExit)("too often")
         self.count += times * self.by
-        return self.count
+        return {(times,): 1} if times == 100 else self.count
 
     async def wait(self) -> dict[str, int]:
         """Waits."""
@@ -201,14 +201,12 @@ def test_functions_alone_are_tools(tmp_path: Path, name: str, names: list[str]) 
         (ToolCall("ad"), UNKNOWN, "error: there is no tool 'ad'; did you mean add?; there are add, wait"),
         (ToolCall("_hidden"), UNKNOWN, "there is no tool"),
         (ToolCall("get_reward"), UNKNOWN, "there is no tool"),
-        (
-            ToolCall("add", {"times": "3"}),
-            ARGUMENTS,
-            "error: arguments of add: Expected `int`, got `str` - at `$.times`",
-        ),
+        (ToolCall("add", {"times": "3"}), ARGUMENTS, "arguments of add: Expected `int`, got `str` - at `$.times`"),
         (ToolCall("add"), ARGUMENTS, "missing required field `times`"),
         (ToolCall("add", {"times": 1, "name": 2}), ARGUMENTS, "unknown field `name`"),
         (ToolCall("add", {"times": 101}), RAISED, "error: ValueError: too often"),
+        (ToolCall("add", {"times": 102}), RAISED, "error: SystemExit: too often"),
+        (ToolCall("add", {"times": 100}), RAISED, "error: TypeError: keys must be str"),  # no JSON
         (ToolCall("", error="not complete"), UNREADABLE, "error: not complete"),
     ],
 )

@@ -190,14 +190,9 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_null_means_that_the_reward_does_not_apply() -> None:
-    with (
-        served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server,
-        client(url(server)) as (
-            source,
-            _,
-        ),
-    ):
-        found = source(*sampled("a"))
+    with served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server:
+        with client(url(server)) as (source, _):
+            found = source(*sampled("a"))
     assert found.skipped is not None
     assert found.skipped.tolist() == [True]
 
@@ -305,6 +300,7 @@ def test_our_server_answers_our_client_and_openrlhfs(tmp_path: Path, monkeypatch
             assert source(*sampled("123", label="7")).rewards.tolist() == [7, 14, 21]
             (health,) = healths(url(server), token="env:REWARD_SECRET")
             assert (health.serves, health.away) == (str(tmp_path / "reward.py"), "")
+            assert [one.away for one in healths(url(server))] == ["status 401"]
             with pytest.raises(
                 RewardError, match=r"http://127.0.0.1:\d+: .*reward.py:2: reward_func raised ValueError"
             ):

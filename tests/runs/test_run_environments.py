@@ -159,7 +159,7 @@ def test_the_quickstarts_model_learns_to_call_a_tool_and_to_use_what_it_says(tmp
     assert accuracy[0] < 1.5 * one_turn
     assert statistics.mean(accuracy[-8:]) > 2.5 * one_turn
     assert all(row["tools/raised"] == row["tools/unreadable"] == row["lost"] == 0 for row in rows)
-    assert f"{rows[-1]['tools/calls']:.3g} calls of tools" in _status(tmp_path / "run", "--watch")
+    assert f"{rows[-1]['tools/calls']:.3g} calls of tools" in _status(tmp_path / "run")
     data = (tmp_path / "run" / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
     assert min(json.loads(data)["runs"][0]["curves"]["values"]["tools/calls"]) > 0
 
@@ -224,9 +224,8 @@ def _going_on(run: Run) -> str:
     return _status(run.run_dir)
 
 
-def _status(run_dir: Path, *words: str) -> str:
-    command = [*STATUS, str(run_dir), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S).stdout
+def _status(run_dir: Path) -> str:
+    return subprocess.run([*STATUS, str(run_dir)], capture_output=True, text=True, check=False, timeout=HANG_S).stdout
 
 
 def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> None:

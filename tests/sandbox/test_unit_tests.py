@@ -52,7 +52,7 @@ def test_inputs_with_their_outputs_are_tests(given: Any) -> None:
     assert read_tests(given) == [("1", "2")]
 
 
-@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], "{}"])
+@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], "{}", "-4.2"])
 def test_other_things_are_not(given: Any) -> None:
     if given == "{}":
         given = json.loads(given)
