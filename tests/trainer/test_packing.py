@@ -27,7 +27,7 @@ EQUAL = [(3, 9), (2, 4), (6, 6), (3, 3), (0, 0), (5, 7), (4, 2), (12, 1)]
 
 
 def each_alone(q, k, v, bounds, scale, window=None, softcap=None):
-    """What a kernel for variable lengths computes."""
+    """Compute what a kernel for variable lengths does."""
     ends = zip(bounds.tolist(), bounds.tolist()[1:], strict=False)
     parts = [batch._causal(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), scale, window, softcap) for a, b in ends]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
