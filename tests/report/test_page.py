@@ -140,6 +140,16 @@ def test_tokens_are_coloured_by_their_log_probs(opened: Page) -> None:
     assert opened.value(coloured) == 0
 
 
+def test_words_of_an_environment_are_grey(opened: Page) -> None:
+    seen = "[...new Set([...document.querySelectorAll('#sample-list .token%s')].map(t => getComputedStyle(t).color))]"
+    grey, usual = opened.value(seen % ".observed"), opened.value(seen % ":not(.observed)")
+    assert (len(grey), len(usual), grey != usual) == (1, 1, True)
+    soft = "getComputedStyle(document.querySelector('#samples .soft')).color"
+    assert grey == [opened.value(soft)]
+    words = "[...document.querySelectorAll('#sample-list .observed')].map(t => t.textContent)"
+    assert opened.value(words)[0] == "is "
+
+
 def test_stops_and_requeues_stand_on_the_time_axis_and_in_the_curves(opened: Page) -> None:
     for kind in ("start", "stop", "requeue", "resume", "warning", "checkpoint", "finish"):
         assert opened.value(f"document.querySelectorAll('#history svg [data-event={kind}]').length") == 1

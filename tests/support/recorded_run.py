@@ -192,4 +192,5 @@ def sample(step: int, place: int, draw: random.Random) -> Sample:
         tokens=tokens,
         logprobs=logprobs,
         actor_logprobs=[value + 0.01 * draw.random() for value in logprobs],
+        observed=[2, 4] if place else [],
     )
