@@ -72,7 +72,7 @@ def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None
     for text, said in (
         (
             '{"question": "1+1=", "id": 1}\nnothing',
-            r"no row has a column 'input' \(columns: question, id\): set data.input",
+            r"no row has a column 'input' \(columns: question, id\): set data.input_key",
         ),
         ("nothing", r"no row can be read; the first: .*rows\.jsonl:1: not valid JSON"),
         ("", "the file holds no rows"),
