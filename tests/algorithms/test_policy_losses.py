@@ -169,7 +169,12 @@ def test_every_loss_in_every_aggregation_however_the_step_is_cut(
 ) -> None:
     """Micro-batches add up to the formula over all of them: value and gradient, to 1e-6 of what the largest gives."""
     case = drawn(masks, seed, scale)
-    settings = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": [0.0, 3.0][seed % 2], "sapo_temperatures": (1.0, 1.05)}
+    settings = {
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "dual_clip": [0.0, 3.0][seed % 2],
+        "sapo_temperatures": (1.0, 1.05),
+    }
     denominator, weights = loss_weights(mode, case["mask"], case["offsets"], LONGEST)
     weight = np.ones(len(case["mask"])) if weights is None else weights.astype(np.float64)
     if corrected:

@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from slurm_rlhf.algorithms.reward_shaping import overlong_penalty, shape
+from slurm_rlhf.algorithms.reward_shaping import (
+    overlong_penalty,
+    shape,
+)
 from slurm_rlhf.config.schema_models import Reward
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Experience
 

@@ -155,7 +155,10 @@ def test_a_stage_goes_to_its_command(tmp_path: Path, capsys: pytest.CaptureFixtu
             "--algo.advantage.is_correction_threshold 0.9 1.1",
             ["geometric", "mask", [0.9, 1.1]],
         ),
-        ("train_ppo_ray --enable_vllm_is_correction --vllm_is_correction_type icepop", ["token", "mask", [0.5, 5.0]]),
+        (
+            "train_ppo_ray --enable_vllm_is_correction --vllm_is_correction_type icepop",
+            ["token", "mask", [0.5, 5.0]],
+        ),
     ],
 )
 def test_the_correction_for_engines_has_its_rule(words: str, expected: list[object]) -> None:

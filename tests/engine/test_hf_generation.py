@@ -66,7 +66,8 @@ def engine(path: Path, policy: Any) -> HfEngine:
 
 
 @pytest.fixture(
-    scope="module", params=[*FEW, *NOT_IN_VLLM, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)]
+    scope="module",
+    params=[*FEW, *NOT_IN_VLLM, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)],
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp(request.param), request.param, **NOT_IN_VLLM.get(request.param, {}))

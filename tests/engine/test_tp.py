@@ -25,7 +25,14 @@ from slurm_rlhf.ranks.engine_follower import segment_prefix
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler, Waves
-from slurm_rlhf.wire.calls import Asked, EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, WakeUpRequest
+from slurm_rlhf.wire.calls import (
+    Asked,
+    EngineCalls,
+    GenerateAnswer,
+    GenerateBatch,
+    PackedPrompts,
+    WakeUpRequest,
+)
 from slurm_rlhf.wire.handles import gather
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -35,7 +35,14 @@ from slurm_rlhf.run.step import TrainingStep
 from slurm_rlhf.run.step_metrics import EngineMetrics
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.sampling.batches import Batch
-from slurm_rlhf.wire.calls import ActorCalls, DeviceReport, EngineCalls, ForwardBatch, GenerateBatch, PackedPrompts
+from slurm_rlhf.wire.calls import (
+    ActorCalls,
+    DeviceReport,
+    EngineCalls,
+    ForwardBatch,
+    GenerateBatch,
+    PackedPrompts,
+)
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
 MODEL = {

@@ -92,7 +92,10 @@ def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
 
 
-@pytest.mark.parametrize(("rank", "tp", "expected"), [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")])
+@pytest.mark.parametrize(
+    ("rank", "tp", "expected"),
+    [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")],
+)
 def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, expected: str) -> None:
     """The variable is set before vLLM is prepared and imported."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-d")

@@ -223,7 +223,9 @@ def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -
         assert f"this step has hung {MOST_RESTARTS + 1} times" in run.stated()
 
 
-def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_so_that_it_saves(tmp_path: Path) -> None:
+def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_so_that_it_saves(
+    tmp_path: Path,
+) -> None:
     with watched(tmp_path, hang_s=scaled(1.0), limit_s=HANG_S) as run:
         run.learn("reward")
         for _ in range(30):

@@ -72,7 +72,7 @@ NAMED = {
         *("nodes/node_checks.py", "nodes/node_look.py", "cluster/local_directory.py"),  # versions of packages
         "groups/hang_rules.py",  # names frames in which a stack waits
         "bench/train.py",  # compares the trainer with a bare loop
-    }
+    },
 }
 """Library behind a seam -> the files that may name it, in code, docstrings, comments and messages."""
 

@@ -76,7 +76,11 @@ RUNS: dict[str, dict[str, object]] = {
         "rollout.n_samples_per_prompt": 2,
         "vllm.num_engines": 2,
     },
-    "colocated": {"ds.enable_sleep": True, "reward.model_name_or_path": "reward", "train.colocate_all": True},
+    "colocated": {
+        "ds.enable_sleep": True,
+        "reward.model_name_or_path": "reward",
+        "train.colocate_all": True,
+    },
     "hf": {
         "actor.num_gpus_per_node": 2,
         "algo.advantage.estimator": "group_norm",

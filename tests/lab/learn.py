@@ -72,7 +72,12 @@ def drawn(bench: str, sides: Sequence[Side], title: str, directory: Path) -> dic
     """Draw the curves of a bench into its directory, and return its result."""
     file = directory / f"{bench}.svg"
     file.write_text(picture(list(sides), title), encoding="utf-8")
-    return {"bench": bench, "picture": str(file), "load": os.getloadavg()[0], "sides": [asdict(side) for side in sides]}
+    return {
+        "bench": bench,
+        "picture": str(file),
+        "load": os.getloadavg()[0],
+        "sides": [asdict(side) for side in sides],
+    }
 
 
 def show(result: dict[str, Any]) -> str:

@@ -34,7 +34,12 @@ SHOWN = "JobId=12 JobState={} Requeue={} Restarts={} NodeList={} BatchHost=gpu00
 
 @pytest.mark.parametrize(
     ("engines", "expected"),
-    [(("n2", "n3", "n4"), ["n2", "n3"]), (("n1", "n4", "n2"), ["n4", "n2"]), (("n1",), []), ((), [])],
+    [
+        (("n2", "n3", "n4"), ["n2", "n3"]),
+        (("n1", "n4", "n2"), ["n4", "n2"]),
+        (("n1",), []),
+        ((), []),
+    ],
 )
 def test_the_first_nodes_with_engines_wait(engines: tuple[str, ...], expected: list[str]) -> None:
     """Each has two engines; `n1` is the first node of the job, and all have trainers."""

@@ -31,7 +31,10 @@ def reports(lineup: Lineup, rate: Any) -> list[dict[str, Any]]:
 
 def ranks() -> RankMap:
     """Two nodes of 8: 6 actor ranks and an engine of TP 2 on each."""
-    sizes = [RoleSize("actor", num_nodes=2, num_gpus_per_node=6), RoleSize("rollout", num_nodes=2, engines=2, tp=2)]
+    sizes = [
+        RoleSize("actor", num_nodes=2, num_gpus_per_node=6),
+        RoleSize("rollout", num_nodes=2, engines=2, tp=2),
+    ]
     return place(Topology.uniform(["n1", "n2"], 8), sizes)
 
 

@@ -27,7 +27,8 @@ def test_srun_lines(role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "node", "store"), [("actor", "gpu1", ""), ("actor", "gpu2", "10.0.0.1:24001"), ("critic", "gpu3", "")]
+    ("role", "node", "store"),
+    [("actor", "gpu1", ""), ("actor", "gpu2", "10.0.0.1:24001"), ("critic", "gpu3", "")],
 )
 def test_torchrun_lines(role: str, node: str, store: str) -> None:
     text = lines(torchrun_command(spec(role, store), ranks(), node, "/tmp/own/torchrun"))

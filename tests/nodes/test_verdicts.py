@@ -19,7 +19,12 @@ from slurm_rlhf.workers.http import Health
 
 NODES = ("n1", "n2", "n3", "n4")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.29.7"}
-NEEDS = Needs("/runs/a", Wanted({}), dict.fromkeys(NODES, 2), space=Space(10_000_000_000, 100, 3, 0))
+NEEDS = Needs(
+    "/runs/a",
+    Wanted({}),
+    dict.fromkeys(NODES, 2),
+    space=Space(10_000_000_000, 100, 3, 0),
+)
 RANKS = place(Topology.uniform(NODES, 2), [RoleSize("actor", 4, 2)])
 EQUIPMENT = {"cuda_build": "", "modules": dict.fromkeys(wanted_modules(), False)}
 

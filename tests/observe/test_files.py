@@ -167,7 +167,11 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("end", "exitcode"), [("os.kill(os.getpid(), signal.SIGKILL)", -9), ("raise SystemExit(3)", 3)]
+    ("end", "exitcode"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("raise SystemExit(3)", 3),
+    ],
 )
 def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode: int) -> None:
     script, log = tmp_path / "rank.py", tmp_path / "actor.n1.torchrun.log"

@@ -9,7 +9,15 @@ import threading
 import pytest
 from waiting import HANG_S
 
-from slurm_rlhf.observe.stacks import MAIN, Frame, ThreadStack, last_late_dump, own_stacks, read_stacks, written
+from slurm_rlhf.observe.stacks import (
+    MAIN,
+    Frame,
+    ThreadStack,
+    last_late_dump,
+    own_stacks,
+    read_stacks,
+    written,
+)
 from slurm_rlhf.observe.timing import FACTOR, LEARNED, UNKNOWN, UNSURE, WaitBudgets
 
 HOLDS = """

@@ -72,7 +72,12 @@ def run(forward: int) -> dict[str, Ranks]:
 def test_passes_without_gradients_have_their_own_budget(forward: int, budget: int) -> None:
     roles = run(forward)
     fits = budget // 9
-    for role, method in (("actor", "logprobs"), ("reference", "logprobs"), ("critic", "values"), ("reward", "score")):
+    for role, method in (
+        ("actor", "logprobs"),
+        ("reference", "logprobs"),
+        ("critic", "values"),
+        ("reward", "score"),
+    ):
         assert roles[role].largest[method] == min(fits, 16) * 9, role
         assert roles[role].count[method] == 2 * -(-16 // fits), role
     for role in ("actor", "critic"):

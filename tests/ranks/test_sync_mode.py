@@ -110,7 +110,10 @@ def ask(role: EngineLeader) -> Call:
     """Two responses, and the first token of each."""
     token_ids = np.array([1], dtype=np.int32)
     packed = PackedPrompts.pack([Asked(sample, 7, sample, 0, 0, 3, token_ids) for sample in (0, 1)])
-    asked = Call("generate", GenerateBatch(packed, Sampling(max_new_tokens=3), run_seed=1, least=2))
+    asked = Call(
+        "generate",
+        GenerateBatch(packed, Sampling(max_new_tokens=3), run_seed=1, least=2),
+    )
     role.handle(asked)
     role.advance()
     return asked

@@ -146,7 +146,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, body: str, stated: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("source", "stated"), [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "no such file")]
+    ("source", "stated"),
+    [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "no such file")],
 )
 def test_sources_that_cannot_be_used(source: str, stated: str) -> None:
     with pytest.raises(ConfigError, match=r"^reward\.remote_url: ") as caught:

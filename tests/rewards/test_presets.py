@@ -80,7 +80,11 @@ def test_a_value_that_cannot_be_used_is_one_line(name: str, value: str, stated: 
         ("regex", "", "reward.preset_value is empty: reward.preset = regex needs it"),
         ("exact", "x", "reward.preset_value = x has no effect with reward.preset = exact"),
         ("", "x", "reward.preset_value = x has no effect with reward.preset = empty"),
-        ("math", "", "math needs math-verify, which is not installed: pip install 'slurm_rlhf[rewards]'"),
+        (
+            "math",
+            "",
+            "math needs math-verify, which is not installed: pip install 'slurm_rlhf[rewards]'",
+        ),
     ],
 )
 def test_check_sees_what_a_preset_lacks(name: str, value: str, stated: str, monkeypatch: pytest.MonkeyPatch) -> None:

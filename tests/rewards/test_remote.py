@@ -192,7 +192,10 @@ def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 def test_null_means_that_the_reward_does_not_apply() -> None:
     with (
         served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server,
-        client(url(server)) as (source, _),
+        client(url(server)) as (
+            source,
+            _,
+        ),
     ):
         found = source(*sampled("a"))
     assert found.skipped is not None

@@ -225,7 +225,10 @@ def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configurati
 
 @pytest.mark.parametrize(
     ("rewards", "scores", "verdicts"),
-    [([0, 1, 1, 1], None, [True, False]), ([0, 1, 1, 1], [1, 1, 0, 1], [False, True])],
+    [
+        ([0, 1, 1, 1], None, [True, False]),
+        ([0, 1, 1, 1], [1, 1, 0, 1], [False, True]),
+    ],
 )
 def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
     rewards: list[float], scores: list[float] | None, verdicts: list[bool]

@@ -28,14 +28,25 @@ def test_the_last_whole_code_block_is_the_program(response: str, code: str) -> N
     assert code_of(response) == code
 
 
-@pytest.mark.parametrize("given", [["assert x"], "assert x", '["assert x"]'])
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["assert x"],
+        "assert x",
+        '["assert x"]',
+    ],
+)
 def test_lines_of_python_are_tests(given: Any) -> None:
     assert read_tests(given) == ["assert x"]
 
 
 @pytest.mark.parametrize(
     "given",
-    [[{"input": "1", "output": "2"}], {"inputs": ["1"], "outputs": ["2"]}, '{"inputs": ["1"], "outputs": ["2"]}'],
+    [
+        [{"input": "1", "output": "2"}],
+        {"inputs": ["1"], "outputs": ["2"]},
+        '{"inputs": ["1"], "outputs": ["2"]}',
+    ],
 )
 def test_inputs_with_their_outputs_are_tests(given: Any) -> None:
     assert read_tests(given) == [("1", "2")]

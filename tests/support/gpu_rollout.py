@@ -174,7 +174,10 @@ def imports() -> list[str]:
         asked.append(name)
         return usual(name, *arguments, **named)
 
-    with mock.patch("vllm.platforms.current_platform", Platform()), mock.patch.object(builtins, "__import__", watching):
+    with (
+        mock.patch("vllm.platforms.current_platform", Platform()),
+        mock.patch.object(builtins, "__import__", watching),
+    ):
         import_vllm()
     return [name for name in asked if name.startswith("vllm.v1.engine.llm_engine") or "flash_attn" in name]
 

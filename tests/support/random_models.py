@@ -46,7 +46,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "residual_multiplier": 0.4,
     },
-    "cohere2": {"sliding_window": MAX_POSITIONS, "logit_scale": 0.2, "layer_types": ALTERNATE},
+    "cohere2": {
+        "sliding_window": MAX_POSITIONS,
+        "logit_scale": 0.2,
+        "layer_types": ALTERNATE,
+    },
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.3},

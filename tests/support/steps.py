@@ -75,5 +75,10 @@ def _evaluation(
     config = replace(step.config, eval=replace(step.config.eval, dataset="/data/sums.jsonl"))
     (settings,) = data_sets(config)
     return Evaluation(
-        config, [EvalSet(settings, prompts)], directory.evaluations, step.generate, step.reward, alongside
+        config,
+        [EvalSet(settings, prompts)],
+        directory.evaluations,
+        step.generate,
+        step.reward,
+        alongside,
     )

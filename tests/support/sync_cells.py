@@ -15,7 +15,15 @@ from waiting import HANG_S, scaled
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.weights.lead import WeightSync
-from slurm_rlhf.wire.calls import ActorCalls, Asked, EngineCalls, GenerateBatch, PackedPrompts, StartCalls, TrainBatch
+from slurm_rlhf.wire.calls import (
+    ActorCalls,
+    Asked,
+    EngineCalls,
+    GenerateBatch,
+    PackedPrompts,
+    StartCalls,
+    TrainBatch,
+)
 from slurm_rlhf.wire.handles import EngineHandle, RoleHandle, gather
 
 ACTORS = 2

@@ -85,7 +85,14 @@ class Fleet:
         return self.group
 
     def sender(
-        self, receivers: int, *, layers: int = 12, actors: int = 1, zero: int = 0, bucket: int = BUCKET, **options: Any
+        self,
+        receivers: int,
+        *,
+        layers: int = 12,
+        actors: int = 1,
+        zero: int = 0,
+        bucket: int = BUCKET,
+        **options: Any,
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))

@@ -145,7 +145,11 @@ def started(
 
 
 def train(
-    config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND, warm: bool = False
+    config: Path,
+    run_dir: Path,
+    *overrides: str,
+    command: Sequence[str] = COMMAND,
+    warm: bool = False,
 ) -> tuple[int, str]:
     """A whole run: (exit code, what it printed)."""
     with started(config, run_dir, *overrides, command=command, warm=warm) as run:

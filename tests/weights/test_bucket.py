@@ -221,7 +221,10 @@ PLAN = make_plan(
     TransferLayout(("a",), ("b",), chunked=True),
     1 << 18,
 )
-HELD = {"wide": (0, torch.arange(300_000, dtype=torch.float32)), "small": (0, torch.arange(7, dtype=torch.float32))}
+HELD = {
+    "wide": (0, torch.arange(300_000, dtype=torch.float32)),
+    "small": (0, torch.arange(7, dtype=torch.float32)),
+}
 
 
 @pytest.fixture
