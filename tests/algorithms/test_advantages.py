@@ -227,8 +227,7 @@ def test_integer_rewards_are_judged_like_others() -> None:
 def test_a_refill_is_at_least_what_is_missing_unless_that_is_more_than_at_a_time(
     missing: int, passed: int, dropped: int, most: int
 ) -> None:
-    count = refill(missing, passed, passed + dropped, most)
-    assert min(missing, most) <= count <= most
+    assert min(missing, most) <= refill(missing, passed, passed + dropped, most) <= most
 
 
 def test_a_refill_counts_on_the_rate_so_far() -> None:

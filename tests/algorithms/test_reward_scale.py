@@ -48,13 +48,11 @@ def test_equal_rewards_become_zero_and_an_empty_batch_changes_nothing() -> None:
 
 
 def test_a_models_own_statistics_stay() -> None:
-    scale = FixedScale(2.0, 4.0)
-    assert normalized([2.0, 6.0], scale.with_batch([50.0])).tolist() == [0.0, 1.0]
+    assert normalized([2.0, 6.0], FixedScale(2.0, 4.0).with_batch([50.0])).tolist() == [0.0, 1.0]
 
 
 def test_the_share_of_what_a_clip_changes() -> None:
-    rewards = np.random.default_rng(2).normal(25, 3, 400)
-    assert clipped_share(rewards, [-10, 10]) == 1.0
+    assert clipped_share(np.random.default_rng(2).normal(25, 3, 400), [-10, 10]) == 1.0
     assert clipped_share([-10, 10, 10.1, -11, 0], [-10, 10]) == pytest.approx(0.4)
     assert clipped_share([], [-10, 10]) == 0.0
 

@@ -56,11 +56,6 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def gpus_asked(**asked: str) -> tuple[int, ...] | None:
-    bare = without(BATCH, "SLURM_GPUS_ON_NODE")
-    return read(bare, **asked).gpus()
-
-
 def test_outside_slurm() -> None:
     assert read_slurm({"PATH": "/bin"}) is None
     assert read_slurm({"SLURM_JOB_ID": ""}) is None
@@ -145,7 +140,7 @@ def test_reserved_steps_are_not_steps(step_id: str) -> None:
     ],
 )
 def test_gpus_of_the_job(asked: dict[str, str], gpus: tuple[int, ...] | None) -> None:
-    assert gpus_asked(**asked) == gpus
+    assert read(without(BATCH, "SLURM_GPUS_ON_NODE"), **asked).gpus() == gpus
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ def test_a_signal_drops_what_may_be_dropped_and_waits_elsewhere(
 ) -> None:
     with Stop(tmp_path) as stop:
         later(0.2, number)
-        stopped = interrupted(stop)
-        assert stopped.reason is reason
+        assert interrupted(stop).reason is reason
     with Stop(tmp_path) as stop:
         os.kill(os.getpid(), number)
         time.sleep(0.1)  # a training step goes on
@@ -61,8 +60,7 @@ def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
     """A signal may come between the beginning of a wait in Python and that of the system call."""
     with Stop(tmp_path) as stop:
         threading.Timer(0.1, setattr, (stop, "reason", TERM)).start()
-        stopped = interrupted(stop)
-        assert stopped.reason is TERM
+        assert interrupted(stop).reason is TERM
 
 
 @pytest.mark.parametrize(
@@ -101,8 +99,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: p
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process has inherited
     with Stop(tmp_path) as stop:
         later(0.1, signal.SIGINT)
-        stopped = interrupted(stop)
-        assert stopped.reason is INTERRUPT
+        assert interrupted(stop).reason is INTERRUPT
         assert "the run saves and ends; press it again to end it at once" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # while it saves

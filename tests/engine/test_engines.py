@@ -189,8 +189,7 @@ def test_requests_that_come_later_and_of_another_kind_are_sampled_too(fresh: Eng
 def test_an_update_between_two_steps(fresh: EngineProcess, broken: bool) -> None:
     wanted = child.requests(SAMPLING, samples=2)
     undisturbed = fresh.run(child.generate, wanted)
-    same = fresh.run(child.generate, wanted, 6, 0)
-    assert tokens(same) == tokens(undisturbed)
+    assert tokens(fresh.run(child.generate, wanted, 6, 0)) == tokens(undisturbed)
     mixed = fresh.run(child.generate, wanted, 6, 1, broken)
     for t in mixed:
         length = len(t.response_ids)

@@ -148,8 +148,7 @@ def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
     run.run()
     state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
     assert sorted(state) == ["kl", "order", "run"]
-    again = make(tmp_path, stop, reward, resume=True)
-    assert again.step.scale == RunningScale(3, 1.0, 2.0)
+    assert make(tmp_path, stop, reward, resume=True).step.scale == RunningScale(3, 1.0, 2.0)
 
 
 def test_a_function_s_own_time_out_is_reported_as_its_own(tmp_path: Path) -> None:

@@ -69,15 +69,17 @@ def test_a_job_of_several_mpi_processes_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"question": "1+1=", "id": 1}\nnothing\n')
-    with pytest.raises(DataError, match=r"no row has a column 'input' \(columns: question, id\): set data.input_key"):
-        require_column(list(read_rows(file)), "input", file)
-    file.write_text("nothing\n")
-    with pytest.raises(DataError, match=r"no row can be read; the first: .*rows\.jsonl:1: not valid JSON"):
-        require_column(list(read_rows(file)), "input", file)
-    file.write_text("\n")
-    with pytest.raises(DataError, match="the file holds no rows"):
-        require_column(list(read_rows(file)), "input", file)
+    for text, said in (
+        (
+            '{"question": "1+1=", "id": 1}\nnothing',
+            r"no row has a column 'input' \(columns: question, id\): set data.input_key",
+        ),
+        ("nothing", r"no row can be read; the first: .*rows\.jsonl:1: not valid JSON"),
+        ("", "the file holds no rows"),
+    ):
+        file.write_text(f"{text}\n")
+        with pytest.raises(DataError, match=said):
+            require_column(list(read_rows(file)), "input", file)
 
 
 def test_parquet_is_read_as_its_rows_are(tmp_path: Path) -> None:

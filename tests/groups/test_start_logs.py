@@ -75,8 +75,7 @@ def test_what_is_around_a_process_and_ends_it_is_named(
 
 def test_a_log_that_cannot_be_looked_at_is_said_to_be_so(directory: RunDirectory) -> None:
     """Threads that watch a run go on: a name that is too long is an error, as a hiccup of the file system is."""
-    log = directory.logs / ("x" * 300)
-    assert "cannot be read" in StartLogs(directory).quote([log])
+    assert "cannot be read" in StartLogs(directory).quote([directory.logs / ("x" * 300)])
 
 
 def test_of_a_group_that_ended_its_ranks_are_asked_before_the_role(directory: RunDirectory) -> None:

@@ -59,11 +59,6 @@ def config(model: Path, tmp_path: Path) -> Config:
     return made
 
 
-def reward_file(config: Config, tmp_path: Path, source: str) -> None:
-    config.reward.remote_url = str(tmp_path / "reward.py")
-    Path(config.reward.remote_url).write_text(source)
-
-
 def test_the_quickstarts_reward_judges_the_peer_as_it_judges_a_run(config: Config) -> None:
     prompts = list(prompt_set(config, config.eval.dataset))
     assert [prompt.text for prompt in prompts] == ["1+1=", "12+34="]
@@ -89,11 +84,10 @@ def test_an_evaluation_is_the_mean_of_the_greedy_answers_scores(config: Config, 
         alone.append(text.partition(tokenizer.eos_token)[0])
     policy.train()
     stated = json.dumps(alone)
-    reward_file(
-        config,
-        tmp_path,
+    config.reward.remote_url = str(tmp_path / "reward.py")
+    Path(config.reward.remote_url).write_text(
         f"def reward_func(*, responses):\n    assert responses == {stated}, responses\n"
-        "    return {'rewards': [9.0, 9.0], 'scores': [1.0, 0.0]}\n",
+        "    return {'rewards': [9.0, 9.0], 'scores': [1.0, 0.0]}\n"
     )
     assert accuracy(policy, tokenizer, prompts, Judge(config, tokenizer.eos_token_id)) == 0.5
     assert policy.training

@@ -22,13 +22,13 @@ from slurm_rlhf.wire import timeouts
 
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineRanks]:
-    """Two engines of two ranks, whose processes sleep."""
+    """The two engines of this node, of two ranks each, whose processes sleep."""
 
     def start_child(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sleep", "60"])
 
     monkeypatch.setattr(agent, "start_child", start_child)
-    ranks = place(Topology.uniform(("here",), 4), [RoleSize("rollout", 1, tp=2, engines=2)])
+    ranks = place(Topology.uniform(("here", "there"), 4), [RoleSize("rollout", 2, tp=2, engines=4)])
     made = EngineRanks(tmp_path, ranks, "here", [], {})
     made.start()
     yield made

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +22,7 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.cli import preflight
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.nodes import examiner
 from slurm_rlhf.nodes.agent_steps import LocalAgents
 from slurm_rlhf.nodes.examination import Question, examine_nodes
 from slurm_rlhf.nodes.groups import Lineup
@@ -49,8 +53,7 @@ def _outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def question(run_dir: Path, measure: bool = False) -> Question:
     ranks = place(
-        HERE,
-        [RoleSize("actor", num_nodes=1, num_gpus_per_node=2), RoleSize("rollout", num_nodes=1, engines=1, tp=2)],
+        HERE, [RoleSize("actor", num_nodes=1, num_gpus_per_node=2), RoleSize("rollout", num_nodes=1, engines=1, tp=2)]
     )
     return Question(
         nodes=(NODE,),
@@ -98,6 +101,18 @@ def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path:
     agent = psutil.Process(agents.residents[NODE].pid)
     until(lambda: not agent.children(), "the end of the process that has imported torch")
     assert agent.is_running()
+
+
+def test_the_processes_of_a_group_meet_over_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = io.StringIO()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=read, stderr=io.StringIO()))
+    monkeypatch.setattr(examiner, "is_loopback", lambda address: False)
+    monkeypatch.setattr(examiner, "addresses", lambda: [("eth0", "192.0.2.1"), ("ib0", "192.0.2.2")])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        host = examiner.GroupHost(listening)
+    order = {"place": asdict(HERE), "processes": [], "stages": []}
+    assert list(host.run(order, {"GLOO_SOCKET_IFNAME": "ib0"})) == []
+    assert json.loads(read.getvalue())["address"] == "192.0.2.2"
 
 
 BROKEN_PAIR = """

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.train import _first
@@ -15,6 +19,7 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes
+from slurm_rlhf.nodes.mpi.rank import MpiLauncher
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -134,6 +139,19 @@ class FirstOfTwo:
 
     def broadcast(self, value: Any) -> None:
         self.stated.append(value)
+
+
+def test_ranks_that_are_done_are_waited_for() -> None:
+    said: list[str] = []
+    looks = chain([[SimpleNamespace(lost="", role="actor")]] * 3, repeat([]))
+    agents: Any = SimpleNamespace(
+        address="",
+        server=SimpleNamespace(peers=lambda role: next(looks)),
+        call=lambda peer, method, *_: said.append(method) or Future(),
+        close=lambda: said.append("closed"),
+    )
+    MpiLauncher(agents, cast(Any, SimpleNamespace(roles=["actor"]))).stop(True, HANG_S)
+    assert said == ["leave", "closed"]
 
 
 def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(

@@ -225,9 +225,12 @@ def test_one_run_for_each_seed(tmp_path: Path) -> None:
         assert "--array=" in done.stderr
 
 
-def test_the_result_of_a_cancelled_job_names_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stated to save and leave, the conductor ends with 128 + SIGTERM and may say nothing."""
-    monkeypatch.setattr(submitit_job, "bound_to_parent", lambda words, number: ["sh", "-c", "exit 143"])
+@pytest.mark.parametrize("end", ["exit 143", "kill $$"])
+def test_the_result_of_a_cancelled_job_names_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Stated to save and leave, the conductor ends with 128 + SIGTERM, or of the signal, and may say nothing."""
+    monkeypatch.setattr(submitit_job, "bound_to_parent", lambda words, number: ["sh", "-c", end])
     before = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(RunError, match=r"train was cancelled \(SIGTERM\):\n\(it said nothing\)$"):

@@ -182,7 +182,6 @@ def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode:
     with log.open("a") as out:
         subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=HANG_S, check=False)
     pids = dict(line.split()[1:] for line in log.read_text().splitlines() if line.startswith("pid "))
-    found = first_failure(log, mark)
-    assert found == FailedProcess(1, int(pids["1"]), exitcode)
+    assert first_failure(log, mark) == FailedProcess(1, int(pids["1"]), exitcode)
     assert first_failure(log, log.stat().st_size) is None  # nothing of an earlier start
     assert first_failure(tmp_path / "none.log") is None

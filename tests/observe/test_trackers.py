@@ -80,12 +80,6 @@ def trackio_rows(database: Path) -> list[tuple[str, str, int, dict[str, Any]]]:
     return [(run, name, step, json.loads(metrics)) for run, name, step, metrics in rows]
 
 
-def wandb_starts(place: Path, run_id: str) -> list[list[Any]]:
-    """Return the records of each start of an offline run, oldest first."""
-    starts = sorted(place.glob(f"offline-run-*-{run_id}"))
-    return [list(records(start / f"run-{run_id}.wandb")) for start in starts]
-
-
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
@@ -179,13 +173,16 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(TensorBoardEvents, "metrics", full)
-    trackers, stated = started(tmp_path, "tensorboard")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    trackers, stated = started(tmp_path, "tensorboard", "wandb")
     for step in (1, 2, 3):
         trackers.metrics(step, {"reward": 0.5})
     trackers.close(failed=False)
     assert asked == [1]
+    gone = f"[Errno 2] No such file or directory: '{tmp_path / 'none'}'"
     assert stated == [
-        "warning: tensorboard gets nothing more of this run: [Errno 28] No space left on device. The run goes on"
+        f"warning: {name} gets nothing more of this run: {why}. The run goes on"
+        for name, why in (("wandb", gone), ("tensorboard", "[Errno 28] No space left on device"))
     ]
 
 
@@ -272,7 +269,8 @@ def test_weights_and_biases_has_one_run_in_offline_directories(tracked: tuple[Pa
     root, run_id, said = tracked
     place = root / "trackers" / "wandb" / "wandb"
     assert said.count(f"wandb: offline; from a node with a network: wandb sync {place}/offline-run-*-{run_id}") == 2
-    first, second = wandb_starts(place, run_id)
+    starts = sorted(place.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    first, second = ([*records(start)] for start in starts)
     runs = [record.run for record in (*first, *second) if record.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.project, run.display_name) for run in runs} == {(run_id, "slurm_rlhf", root.name)}
     settings = {item.key: item.value_json for item in runs[0].config.update}

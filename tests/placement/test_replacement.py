@@ -156,8 +156,7 @@ def test_a_smaller_layout_has_to_fit_the_memory_of_the_gpus() -> None:
         asked.append(config)
         return config.actor.num_nodes * config.actor.num_gpus_per_node == 4
 
-    found = replaced(ranks, {"n2"}, topology, LARGE, fits)
-    assert found.ranks.worlds["actor"] == 4
+    assert replaced(ranks, {"n2"}, topology, LARGE, fits).ranks.worlds["actor"] == 4
     assert asked
     with pytest.raises(PlacementError, match="those layouts that would fit need more memory than a GPU has"):
         replaced(ranks, {"n2"}, topology, LARGE, lambda config: False)

@@ -118,8 +118,7 @@ def test_a_request_comes_whole(links: Links) -> None:
 
 def test_answers_are_records(links: Links) -> None:
     links.leader.send(FollowerCalls.sync_receive, 4)
-    stated = links.stated()
-    assert argument_of(stated, calls_of(FollowerCalls)["sync_receive"]) == 4
+    assert argument_of(links.stated(), calls_of(FollowerCalls)["sync_receive"]) == 4
     links.answer(
         FollowerAnswer("done", 1, SyncReport(nbytes=8)),
         FollowerAnswer("done", 1, SyncReport(broken="the link was cut")),

@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
+import pytest
 from golden_files import ranks
 
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.groups.engines import Engines
 from slurm_rlhf.nodes.ways import ways
 from slurm_rlhf.placement.rank_map import place
@@ -96,6 +99,21 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
     Startup._start_trainers(startup, cast(Any, SimpleNamespace(wait=wait)))
     assert stated == [sent]
     assert notes[-3:] == ["read", "with a new head", "1 of 2 engines are ready; the others join when they are"]
+
+
+def test_cpus_that_cannot_be_measured_leave_the_run_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = mock.Mock(side_effect=RunError("engine 0 is lost"))
+    monkeypatch.setattr("slurm_rlhf.run.startup.measured_prediction", failed)
+    notes: list[str] = []
+    reporting = SimpleNamespace(prediction=None, note=notes.append)
+    startup: Any = SimpleNamespace(
+        run=SimpleNamespace(config=Config(), ranks=CPUS, reporting=reporting),
+        supervisor=SimpleNamespace(roles={}, engines=SimpleNamespace(up=())),
+        inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[SimpleNamespace(token_ids=(5,))])),
+    )
+    Startup._measure_cpus(startup)
+    assert reporting.prediction is None
+    assert notes == ["the speed of the CPUs was not measured, so no step is predicted: engine 0 is lost"]
 
 
 def test_the_first_engine_that_starts_says_how_it_samples() -> None:

@@ -101,11 +101,6 @@ def slope_per_100(points: Sequence[tuple[float, float]]) -> float:
     return 100.0 * statistics.median(rise / run for run, rise in pairs)
 
 
-def memory_slope(samples: Sequence[Sample]) -> float:
-    """MB of memory per 100 steps."""
-    return slope_per_100([(one.step, one.rss / MB) for one in samples])
-
-
 def more(samples: Sequence[Sample]) -> dict[str, tuple[int, int]]:
     """Find what has grown from the first third of the samples to the last: name -> (median then, median now).
 
@@ -176,7 +171,7 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     roles = {name.rpartition(" ")[0] for name in found}
     assert {"conductor", "rank of actor", "rank of rollout"} <= roles  # under Slurm ranks are started by no torchrun
     for name, samples in found.items():
-        assert memory_slope(samples) < 1.0, name
+        assert slope_per_100([(one.step, one.rss / MB) for one in samples]) < 1.0, name
         assert more(samples) == {}, name
     (conductor,) = (samples for name, samples in found.items() if name.startswith("conductor"))
     before, after = cpu_per_100(conductor)

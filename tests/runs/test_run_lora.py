@@ -32,16 +32,13 @@ def test_ppo_with_engines_of_two_ranks_goes_on_bit_for_bit(config: Path, tmp_pat
         assert row["rollout_logprob_diff_max"] < 1e-4  # in fp32, of the same adapters, after updates too
         assert row["actor_grad_norm"] > 0
         assert row["value_loss"] > 0
-    sent = sum(tensor.nbytes for tensor in load_file(adapter_of(tmp_path / "whole")).values())
+    adapter = load_file(tmp_path / "whole" / "final" / "adapter" / "adapter_model.safetensors")
+    sent = sum(tensor.nbytes for tensor in adapter.values())
     assert rows[-1]["perf/sync_bytes"] == sent
 
     half = tmp_path / "whole" / "checkpoints" / "step_000002"
     finished(config, tmp_path / "again", *words, f"--resume={half}", "--train.max_steps=4")
     assert timeless(metrics(tmp_path / "again")) == timeless(rows[2:])
-
-
-def adapter_of(run_dir: Path) -> Path:
-    return run_dir / "final" / "adapter" / "adapter_model.safetensors"
 
 
 def test_a_response_is_of_one_policy_where_engines_sample_ahead(config: Path, tmp_path: Path) -> None:

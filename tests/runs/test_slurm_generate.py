@@ -112,7 +112,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
     slow = ("--vllm.tensor_parallel_size=2", "--vllm.max_num_seqs=2")
     with slurm.drained("gpu003", "gpu004"):
         job = str(submit(slurm, config, run_dir, options, *slow))
-        wait_for_engines(slurm, output, {0, 1, 2, 3})
+        slurm.wait_until(lambda: len({line["engine"] for line in lines_of(output)}) == 4, "answers of all engines")
         killed = kill_a_rank(slurm, run_dir, "gpu002")
         slurm.wait_until(lambda: " engines are left" in log.read_text(), "loss of an engine")
         [(engine, why)] = re.findall(r"engine (\d) on gpu002 is lost: (.*)", log.read_text())
@@ -142,11 +142,6 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
     ]
     assert {engine["engine"] for engine in engines if engine["responses"]} >= {2, 3}  # engines of the third node
     assert not any(slurm.left(run_dir, node) for node in slurm.names)
-
-
-def wait_for_engines(slurm: Cluster, output: Path, engines: set[int]) -> None:
-    """Wait until each of the engines has answered."""
-    slurm.wait_until(lambda: {line["engine"] for line in lines_of(output)} >= engines, f"answers of engines {engines}")
 
 
 def requeued_on(slurm: Cluster, job: str, output: Path, restarts: int, nodes: list[str]) -> bytes:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 from fractions import Fraction
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.records import EngineLoad
+from slurm_rlhf.records import EngineLoad, Sampling
 from slurm_rlhf.run.step_metrics import EngineMetrics, far_below
 from slurm_rlhf.sampling.batches import allowance
+from slurm_rlhf.sampling.scheduler import Scheduler
 
 
 @pytest.mark.parametrize("rates", [[6000.0, 0.0], [6000.0], []])
@@ -27,6 +29,12 @@ def test_the_peers_median_leaves_the_engine_out(rates: list[int]) -> None:
         peers = statistics.median(Fraction(other) for place, other in enumerate(rates) if place != engine)
         assert (engine in found) == (rate < peers / 2)
         assert found.get(engine, peers) == peers
+
+
+@pytest.mark.parametrize(("width", "urgent", "least"), [(64, False, 8), (8, False, 1), (64, True, 1)])
+def test_an_engine_answers_with_an_eighth_of_its_width(width: int, urgent: bool, least: int) -> None:
+    scheduler = Scheduler(cast(Any, None), 1, width, urgent=urgent)
+    assert scheduler._batch([], Sampling()).least == least
 
 
 def load(tokens_per_s: float) -> EngineLoad:

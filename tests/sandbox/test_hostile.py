@@ -164,7 +164,7 @@ def writers(at: Targets) -> Iterator[Hostile]:
         "/usr",
         "/etc",
         "/",
-        sys_prefix(),
+        sys.prefix,
         "/dev",
         "/proc/sys/kernel",
         "/lib",
@@ -174,12 +174,6 @@ def writers(at: Targets) -> Iterator[Hostile]:
     )
     for folder, way in product(folders, ("open(p, 'w')", "os.mkdir(p)", "os.symlink('/', p)", "os.mkfifo(p)")):
         yield Hostile("writes outside", tried(f"p = {folder + '/hostile'!r}\n{way}\ndone(1)"))
-
-
-def sys_prefix() -> str:
-    import sys
-
-    return sys.prefix
 
 
 def callers(at: Targets) -> Iterator[Hostile]:

@@ -34,10 +34,6 @@ class Listening:
     address: str
     port: int
 
-    @property
-    def is_torchrun(self) -> bool:
-        return "slurm_rlhf.ranks.torchrun" in self.command
-
 
 def listening(pids: Iterable[int]) -> list[Listening]:
     """Find the ports of processes, in whichever network namespace each is (psutil knows that of this one only)."""

@@ -63,7 +63,7 @@ class Links:
             self._attach(node, outer, "eth0", f"{self._tag}br", self.address(node), rate)
 
     def _attach(self, node: str, outer: str, inner: str, bridge: str, address: str, rate: str) -> None:
-        space, shape = self._name(node), _shape(rate)
+        space, shape = self._name(node), ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
         run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
         run("ip", "link", "set", outer, "master", bridge, "up")
         run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
@@ -79,10 +79,6 @@ class Links:
 
     def _name(self, node: str) -> str:
         return f"{self._tag}-{node}"
-
-
-def _shape(rate: str) -> list[str]:
-    return ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
 
 
 @contextmanager

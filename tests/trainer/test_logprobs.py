@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from slurm_rlhf.errors import ConfigError, ModelError, RunError
 from slurm_rlhf.run.update import Trained, skip_warning, update_metrics
 from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer import logprobs as logprobs_module
-from slurm_rlhf.trainer._deepspeed import import_deepspeed
+from slurm_rlhf.trainer._deepspeed import import_deepspeed, local_shard
 from slurm_rlhf.trainer.deepspeed import start_deepspeed
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.logprobs import HeadMath, LogprobHead, chunked_logprobs
@@ -261,6 +262,15 @@ def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_reported() -> None
     assert "1 of the actor and 2 of the critic" in skip_warning(metrics | {"critic_skipped_steps": 2.0})
     assert skip_warning(update_metrics([Trained("actor", 2.0, [taken])])) == ""
     assert "first_ratio" not in update_metrics([Trained("actor", 2.0, [skipped])])
+
+
+def test_the_shards_of_a_parameter_are_its_elements_without_the_padding() -> None:
+    found = []
+    for rank, shard in enumerate(torch.tensor([[0, 1, 2], [3, 4, 5], [6, -1, -1], [-1, -1, -1]])):
+        shard.ds_numel = 3  # type: ignore[attr-defined]
+        first, elements = local_shard(SimpleNamespace(ds_tensor=shard, ds_numel=7), rank)
+        found.append((first, elements.tolist()))
+    assert found == [(0, [0, 1, 2]), (3, [3, 4, 5]), (6, [6]), (7, [])]
 
 
 @pytest.mark.slow

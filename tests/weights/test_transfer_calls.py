@@ -7,16 +7,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.errors import RoleDied, SyncBroken
 from slurm_rlhf.records import SyncReport
 from slurm_rlhf.weights import update
 from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.diagnosis import Diagnosis
+from slurm_rlhf.weights.ends import ActorEnd
 from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
 from slurm_rlhf.wire import timeouts
 
@@ -95,6 +97,13 @@ def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> N
     (lost,) = raised_by(lambda: sync.update(7))
     assert list(engines.given_up) == [5]
     assert "it hangs in a weight update that broke off" in str(lost)
+
+
+def test_an_actor_rank_reports_that_an_update_broke_off() -> None:
+    """It raises nothing: the run may do the same over a new group."""
+    end: Any = ActorEnd(Config(), "actor 0")
+    end._sender = SimpleNamespace(push=mock.Mock(side_effect=SyncBroken(BROKEN.broken, hang=True)))
+    assert end.push({}, 7) == BROKEN
 
 
 def test_an_update_took_as_long_as_its_slowest_member_for_checksums() -> None:

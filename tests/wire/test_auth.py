@@ -230,8 +230,9 @@ def test_nonsense_from_a_stranger_with_the_key_is_counted(setting: Setting) -> N
 
 def test_nonsense_from_a_rank_is_counted_and_the_rank_goes_on(setting: Setting) -> None:
     dealer = setting.insider()
-    dealer.send_multipart(message("hello", 0, HELLO))
-    assert dealer.recv_multipart()[0] == Envelope("welcome", 0).pack()
+    for _ in range(2):  # a rank says hello until it is welcome
+        dealer.send_multipart(message("hello", 0, HELLO))
+        assert dealer.recv_multipart()[0] == Envelope("welcome", 0).pack()
     bad = [[b"\xc1"], message("call", 1), message("event", 2), message("event", 3, [1])]
     bad += [message("reply", 4, 1, call=99), message("pulse", 4), message("hello", 0, {**HELLO, "rank": "x"})]
     for frames in bad:

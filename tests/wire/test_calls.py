@@ -259,6 +259,10 @@ def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(tmp_path:
             assert request is not None
             request.reply(1)
             assert other.result(HANG_S) == 1
+            late = ask(server, "critic", 0, "values", timeout_s=HANG_S)
+            server.give_up("critic", 0, "its node is gone")
+            with pytest.raises(RoleDied, match="its node is gone"):
+                late.result(HANG_S)
 
 
 def test_closing_fails_what_is_pending_and_the_ranks_learn_of_it(tmp_path: Path) -> None:

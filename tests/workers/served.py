@@ -32,6 +32,9 @@ class Served:
             time.sleep(0.01)
         return True
 
+    def say(self, text: str) -> None:
+        print(text)
+
     def hang(self) -> None:
         print("about to hang", flush=True)
         time.sleep(1000)

@@ -36,6 +36,7 @@ Pools = Callable[..., WorkerPool]
 def pools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pools]:
     """Make pools that serve `served.Served`, and end them with the test."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     made: list[WorkerPool] = []
 
     def make(count: int = 1, memory_mb: int = 0, start_s: float = HANG_S, **arguments: Any) -> WorkerPool:
@@ -117,6 +118,12 @@ def test_a_late_call_leaves_its_print_and_its_stack_in_the_log(pools: Pools, tmp
     log = (tmp_path / "log").read_text()
     assert "about to hang" in log
     assert 'served.py", line' in log
+
+
+def test_what_a_call_prints_is_in_the_log_when_it_is_answered_or_soon_after(pools: Pools, tmp_path: Path) -> None:
+    pool = pools()
+    assert pool.submit("say", "heard", timeout_s=HANG_S).result(HANG_S) is None
+    until(lambda: "heard" in (tmp_path / "log").read_text())
 
 
 def test_bad_calls_hold_up_no_others(pools: Pools, tmp_path: Path) -> None:

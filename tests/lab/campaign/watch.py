@@ -51,7 +51,7 @@ def watch(
     export go on that is held for the fault.
     """
     limit = hit_at + fault.limit_s + SPARE_S
-    steps_then, marks = 0, log_sizes(session.directory.logs)
+    steps_then, marks = 0, {log: log.stat().st_size for log in session.directory.logs.glob("*.log")}
     undone = released = False
     crashed = (fault.kind, fault.target) == ("crash", f"node of {CONDUCTOR}")
     stopped = fault.kind == "SIGSTOP" and fault.target == CONDUCTOR
@@ -133,11 +133,6 @@ def look_at_rest(session: Session, seen: Observation) -> None:
     if session.directory.root.is_dir():
         seen.locks = [f"lock {path}" for path in processes.held_locks(session.directory.root)]
     session.kill()
-
-
-def log_sizes(logs: Path) -> dict[Path, int]:
-    """Return how long each log is."""
-    return {path: path.stat().st_size for path in logs.glob("*.log")}
 
 
 def written_since(logs: Path, marks: dict[Path, int]) -> str:
