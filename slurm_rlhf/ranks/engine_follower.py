@@ -56,7 +56,9 @@ class EngineWorker(Worker):
 
     def close(self) -> None:
         if hasattr(self, "engine"):
-            gc.freeze()  # libraries collect all garbage while they end, and the process ends right after it
+            # Libraries collect all garbage while they end, and thaw it before; the process ends right after it.
+            gc.freeze()
+            gc.unfreeze = gc.freeze
             self.engine.close()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import traceback
 from datetime import timedelta
 
@@ -114,12 +113,13 @@ def main() -> None:
     rendezvous_handler_registry.register(BACKEND, make)
     os.environ[PARENT] = str(os.getpid())
     raise_descriptors()
+    failed = False
     try:
         torchrun()
     except Exception:
+        failed = True
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # the interpreter's teardown of torch takes seconds on a busy node
+    os._exit(failed)  # the interpreter's teardown of torch takes a second, and many on a busy node
 
 
 if __name__ == "__main__":
