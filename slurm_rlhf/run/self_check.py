@@ -176,7 +176,9 @@ class SelfCheck:
         self.note(verdicts.agreement_line(title, results, names))
 
     def _insist(self, verdict: verdicts.CheckResult) -> None:
-        if not verdict.passed:
+        if verdict.few:
+            self.note(verdict.warning())
+        elif not verdict.passed:
             raise SelfCheckError(verdict.error())
 
     def _watch(self, step: int, verdict: verdicts.CheckResult) -> None:
@@ -230,7 +232,7 @@ class SelfCheck:
         fresh = exp.action_mask & (ages(trajectories, version) == 0)
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
         verdict = verdicts.compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
-        results = [verdict if verdict.passed else self._with_cause(verdict, exp, fresh)]
+        results = [verdict if verdict.passed or verdict.few else self._with_cause(verdict, exp, fresh)]
         if version == 0 and "ref_logprobs" in columns and not has_teacher(self.config):
             results.append(
                 verdicts.compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype)

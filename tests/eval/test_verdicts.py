@@ -76,6 +76,18 @@ def test_log_probs_agree_to_the_precisions_bound(moved: np.ndarray, dtype: str, 
     assert compare("engine", moved, LOGPROBS, ALL, dtype).passed is passes
 
 
+@pytest.mark.parametrize(
+    ("off", "few"),
+    [([], False), ([9e-5], False), ([2e-4], True), ([2e-4] * 2, True), ([2e-4] * 3, False), ([9e-4], True)]
+    + [([2e-3], False), ([float("nan")], False)],
+)
+def test_a_few_tokens_a_little_beyond_the_bound_are_rounding(off: list[float], few: bool) -> None:
+    theirs = np.zeros(200, dtype=np.float32)
+    verdict = compare("engine", np.array([*off, *theirs[len(off) :]], np.float32), theirs, theirs == 0, "fp32")
+    assert verdict.few is few
+    assert not compare("engine", np.full(8, 2e-2, np.float32), theirs[:8], ALL, "bf16").few  # a bound on the mean
+
+
 def test_only_the_policys_own_tokens_count() -> None:
     mask = ALL.copy()
     mask[0] = False
