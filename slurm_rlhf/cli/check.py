@@ -18,6 +18,7 @@ from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.load import load_config, read_toml
 from slurm_rlhf.config.pipeline import GENERATE, TRAIN
+from slurm_rlhf.config.reward_sources import runs_programs
 from slurm_rlhf.config.roles import of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
@@ -197,9 +198,12 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         yield "rewards: by reward.model_name_or_path, which is not loaded here"
         return
     from slurm_rlhf.rewards.pooled import FAIL
-    from slurm_rlhf.rewards.scored import Scoring, parse_answer
+    from slurm_rlhf.rewards.scored import Scoring
     from slurm_rlhf.rewards.sources import WeightedRewards
+    from slurm_rlhf.sandbox.box import chosen, described
 
+    if runs_programs(config):
+        yield f"sandbox here: {described(chosen(config.reward.sandbox))}"
     if inputs.environments is not None:
         first, others = inputs.prompts[0], isinstance(inputs.reward, WeightedRewards)
         yield f"rewards: by the environment in {inputs.environments.file}{', and other rewards are added' * others}"
@@ -215,11 +219,12 @@ def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
         prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts))) for _ in range(2)]
         answers = [_answered(prompt) for prompt in prompts]  # two of each: one number for several would pass otherwise
         whose = f"labels of the first {len(prompts) // 2} prompts, as if they were responses"
-    if config.reward.model_name_or_path and isinstance(inputs.reward, WeightedRewards):
-        yield "rewards: the reward model is not loaded here and counts as 0"
-        inputs.reward.model = lambda prompts, found, step: parse_answer([0.0] * len(found), len(found), "")
+    reward = inputs.reward
+    if config.reward.model_name_or_path and isinstance(reward, WeightedRewards):
+        yield "rewards: the reward model is not loaded here and left out"
+        reward = reward.without_model()
     try:
-        answer = Scoring(inputs.reward, config.timeout.reward, note=print)(prompts, answers, 0)
+        answer = Scoring(reward, config.timeout.reward, note=print)(prompts, answers, 0)
     except RewardError as error:
         if inputs.environments is None or config.reward.on_error == FAIL:
             raise

@@ -200,6 +200,7 @@ def _answer(
     try:
         found = value(getattr(instance, call.name)(**named))
         text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+        text = text.encode("utf-8", "replace").decode()  # no tokenizer reads a lone surrogate
     except (Exception, SystemExit) as error:
         return RAISED, f"error: {text_of(error)}", None
     return "", text, found

@@ -37,6 +37,11 @@ class WeightedRewards:
         self.streams = None not in sources
         """True: the responses to a prompt may be scored while others are sampled."""
 
+    def without_model(self) -> WeightedRewards:
+        """Leave the reward model out."""
+        kept = [(part, source) for part, source in zip(self._parts, self.sources, strict=True) if source]
+        return WeightedRewards(*zip(*kept, strict=True))
+
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Compute the rewards of `trajectories`, [N]; blocks. Raises what a source raises."""
         asked = []

@@ -166,6 +166,11 @@ def test_rewards_that_fail_are_reported_whatever_they_get(file: Path, capsys: py
     assert (code, err) == (0, "")
     assert "warning: step 0: the rewards of 4 of 8 responses failed (4 raised), the first: raised: " in out
     assert "reward.py:2: reward_func raised ZeroDivisionError" in out
+    code_words = ("--reward.remote_url=", "--reward.preset=code", "--reward.sandbox=none")
+    assert (
+        "\nsandbox here: none (a program can read and write"
+        in checked(capsys, "plain.toml", "run.toml", *code_words)[1]
+    )
 
 
 ODD_TOOL = """class Odd: pass

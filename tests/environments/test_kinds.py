@@ -50,7 +50,7 @@ class Counter:
     async def wait(self) -> dict[str, int]:
         """Waits."""
         await asyncio.sleep(0)
-        return {"count": self.count}
+        return {chr(0xDC80): self.count}
 
     def get_reward(self) -> float:
         return self.count / 10
@@ -149,7 +149,7 @@ def test_public_methods_are_tools(tmp_path: Path) -> None:
     assert begun.messages == [{"role": "user", "content": "hi there"}]
     made.begin(8, start())
     answer = made.turn(7, Turn("", [ToolCall("add", {"times": 3}), ToolCall("wait")]))
-    assert [(one["name"], one["content"]) for one in answer.messages or []] == [("add", "6"), ("wait", '{"count": 6}')]
+    assert [(one["name"], one["content"]) for one in answer.messages or []] == [("add", "6"), ("wait", '{"?": 6}')]
     assert (answer.counts, answer.done) == ({CALLS: 2}, False)
     assert made.turn(7, Turn("that is all")).done
     assert (made.end(7).reward, made.end(8).reward, made.instances.played) == (0.6, 0.0, {})

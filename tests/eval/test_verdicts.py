@@ -78,8 +78,10 @@ def test_log_probs_agree_to_the_precisions_bound(moved: np.ndarray, dtype: str, 
 
 @pytest.mark.parametrize(
     ("off", "few"),
-    [([], False), ([9e-5], False), ([2e-4], True), ([2e-4] * 2, True), ([2e-4] * 3, False), ([9e-4], True)]
-    + [([2e-3], False), ([float("nan")], False)],
+    [
+        *(([], False), ([9e-5], False), ([2e-4], True), ([2e-4] * 2, True), ([2e-4] * 3, False), ([9e-4], True)),
+        *(([2e-3], False), ([float("nan")], False)),
+    ],
 )
 def test_a_few_tokens_a_little_beyond_the_bound_are_rounding(off: list[float], few: bool) -> None:
     theirs = np.zeros(200, dtype=np.float32)
