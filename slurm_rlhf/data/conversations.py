@@ -7,6 +7,7 @@ the template adds after the earlier messages and the header of an answer. A sequ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,34 +66,24 @@ def converse(
                 spans.append((len(text), len(text) + len(part)))
             text += part
     else:
-        text = tokenizer.chat(messages, where, tools=tools, answer=False)
-        turns = [place for place, one in enumerate(messages) if place >= first and one["role"] == "assistant"]
-        spans = [_turn(messages[: place + 1], text, tokenizer, tools, where, behind) for place in turns]
+        render = partial(tokenizer.chat, where=where, tools=tools)
+        text, spans = render(messages, answer=False), []
+        for place, one in enumerate(messages):
+            if place < first or one["role"] != "assistant":
+                continue
+            before, whole = render(messages[:place]), render(messages[: place + 1], answer=False)
+            if not (text.startswith(whole) and whole.startswith(before)):
+                raise ModelError(
+                    f"{where}: the chat template of {tokenizer.directory} writes message {place + 1} in another way "
+                    "when others follow, or does not begin it as an answer begins, so that its words cannot be found: "
+                    "put {% generation %} and {% endgeneration %} around the assistant's words in a copy's "
+                    "chat_template.jinja, or train on the last answer alone"
+                )
+            spans.append((len(before), len(whole.removesuffix(behind))))
     spans = [(start, end) for start, end in spans if start < end]
     if not spans:
         raise DataError(f"{where}: no words of the assistant are to be trained on: leave the row out")
     return Conversation(text, spans)
-
-
-def _turn(
-    messages: Sequence[dict[str, Any]],
-    text: str,
-    tokenizer: Tokenizer,
-    tools: Sequence[dict[str, Any]],
-    where: str,
-    behind: str,
-) -> tuple[int, int]:
-    """Return where the last of `messages` is in `text`, the conversation that begins with them."""
-    start = tokenizer.chat(messages[:-1], where, tools=tools)
-    whole = tokenizer.chat(messages, where, tools=tools, answer=False)
-    if not (text.startswith(whole) and whole.startswith(start)):
-        raise ModelError(
-            f"{where}: the chat template of {tokenizer.directory} writes message {len(messages)} in another way when "
-            "others follow, or does not begin it as an answer begins, so that its words cannot be found: put "
-            "{% generation %} and {% endgeneration %} around the assistant's words in a copy's chat_template.jinja, "
-            "or train on the last answer alone"
-        )
-    return len(start), len(whole.removesuffix(behind))
 
 
 def encoded(conversations: Sequence[Conversation], tokenizer: Tokenizer, ends: bool) -> list[Lesson]:
