@@ -73,7 +73,7 @@ def model(name: str, max_len: int) -> Line:
         check_length(name, directory, max_len)
         check_architecture(name, directory, sampled_len=max_len)
     except ModelError as error:
-        reason = str(error).removeprefix(f"{name}: ")
+        reason = str(error).removeprefix(f"{name}: ").replace("data.max_len", "--max_len")
         return Line(name, verdict=REFUSED, reason=reason, directory=directory)
     names = read_config(name, Path(directory)).get("architectures") or [""]
     return Line(name, architecture=str(names[0]), directory=directory)

@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
     subject = model(str(capped), 320)
     assert subject.verdict == "refused"
     assert "how a qwen2 does it is not known here" in subject.reason
-    assert "lower data.max_len to at most 512" in model(str(make_tiny(tmp_path / "short")), 600).reason
+    assert "lower --max_len to at most 512" in model(str(make_tiny(tmp_path / "short")), 600).reason
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no config.json" in model(str(empty), 320).reason
