@@ -29,6 +29,7 @@ from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.scored import Rewards, Scoring
+from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 
 HANGS = """
@@ -158,6 +159,17 @@ def test_a_function_s_own_time_out_is_reported_as_its_own(tmp_path: Path) -> Non
         Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().sample(PROMPTS, Sampling(), 0), 1)
 
 
+def refuse_second(run: TrainingLoop, error: Exception) -> None:
+    sample = run.step.batches.take
+
+    def take(number: int) -> Batch:
+        if number == 2:
+            raise error
+        return sample(number)
+
+    run.step.batches = OnDemand(take)
+
+
 @pytest.mark.parametrize("every", [0, 1])
 def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
     tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
@@ -165,14 +177,7 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
     reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
     run.step.config.eval.steps = every
-    sample = run.step.batches.take
-
-    def take(number: int) -> Batch:
-        if number == 2:
-            raise EpisodesOver(2, 1, 4)
-        return sample(number)
-
-    run.step.batches = OnDemand(take)
+    refuse_second(run, EpisodesOver(2, 1, 4))
     run.run()
     assert run.state.step == 1
     assert run.state.eval_after == 1.0
@@ -188,14 +193,7 @@ def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
 ) -> None:
     reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
-    sample = run.step.batches.take
-
-    def take(number: int) -> Batch:
-        if number == 2:
-            raise FilteredAway("step 2: dynamic sampling kept 0 of 36 groups")
-        return sample(number)
-
-    run.step.batches = OnDemand(take)
+    refuse_second(run, FilteredAway("step 2: dynamic sampling kept 0 of 36 groups"))
     with pytest.raises(FilteredAway):
         run.run()
     assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from random_models import saved_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stage_runs import metrics, run
 from tiny_models import make_reward, make_tiny
 
@@ -275,8 +275,6 @@ def test_check_sees_what_is_wrong_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def test_a_head_of_another_size_is_seen_in_the_header_of_its_file(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = make_reward(tmp_path / "reward")
     check_head("reward.model_name_or_path", str(model), language=False)
     weights = load_file(model / "model.safetensors")
