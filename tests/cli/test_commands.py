@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import write
 from lookalikes import llama_like
 from model_configs import NO_WEIGHTS
 
@@ -233,9 +234,8 @@ def test_train_hands_over_to_the_conductor(file: Path, monkeypatch: pytest.Monke
 
 
 def test_plan_needs_sizes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text(
-        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 5\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n"
+    file = write(
+        tmp_path, "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 5\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n"
     )
     assert main(["plan", str(file), "--vllm.num_nodes=2"]) == 0
     out = capsys.readouterr().out
@@ -261,8 +261,7 @@ def slurm(nodes: str, count: int, gpus: int) -> dict[str, str]:
 def test_inside_an_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text("[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
+    file = write(tmp_path, "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
     for name, value in slurm("gpu[07-08]", 2, 8).items():
         monkeypatch.setenv(name, value)
     assert main(["plan", str(file)]) == 0
@@ -274,10 +273,10 @@ def test_inside_an_allocation(
 
 def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The seed's case: 6 actor and 2 rollout ranks on each of two nodes."""
-    file = tmp_path / "plan.toml"
-    file.write_text(
+    file = write(
+        tmp_path,
         "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_nodes = 2\nnum_gpus_per_node = 2\n"
-        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n",
     )
     assert main(["plan", str(file), "--nodelist", "gpu[08-09]", "--gpus_per_node=8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -294,10 +293,10 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
 
 
 def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text(
+    file = write(
+        tmp_path,
         "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 6\n[critic]\nnum_gpus_per_node = 4\n"
-        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n",
     )
     for gpus in ("6,6,4,4,4", "6(x2),4(x3)"):
         words = ["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}", "--json"]
