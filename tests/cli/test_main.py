@@ -349,11 +349,10 @@ def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench._printed(iter([Line(WILD, "fp32", "failed", WILD, log=(WILD,))]), 5)
+COMPARED = Line(WILD, "fp32", "failed", WILD, log=(WILD,))
 
 
-@pytest.mark.parametrize(("printed", "times"), [(warned, 1), (failed_comparison, 3)])
+@pytest.mark.parametrize(("printed", "times"), [(warned, 1), (lambda *_: bench._printed(iter([COMPARED]), 5), 3)])
 def test_text_of_others_is_escaped_wherever_a_command_prints_it(
     printed: Callable[[Path, pytest.MonkeyPatch], None],
     times: int,
