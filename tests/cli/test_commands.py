@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import write
 from lookalikes import llama_like
 from model_configs import NO_WEIGHTS
 
@@ -124,27 +125,12 @@ def test_files_that_a_run_could_not_use_are_reported(
     assert stated in capsys.readouterr().err
 
 
-def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (file.parent / "reward.py").write_text("def reward_func(responses):\n    return [1 / 0]\n")
-    assert main(["check", str(file)]) == 2
-    out, err = capsys.readouterr()
-    assert "reward.py:2: reward_func raised ZeroDivisionError" in err
-    assert "the first prompt, " in out  # findings before the failure are shown as they come
-
-
 def test_check_names_servers_that_are_away(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = "http://127.0.0.1:9"  # the port of `discard`, which nobody serves
     assert main(["check", str(file), f"--reward.remote_url={away}", f"--env.path={away}"]) == 2
     stated = capsys.readouterr().err
     assert f"servers that are not there: reward.remote_url: {away}: ConnectError" in stated
     assert f"; env.path: {away}: ConnectError" in stated
-
-
-def test_keys_that_a_command_does_not_read_are_reported(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
-    assert "--sft.dataset is not read by `slurm-rlhf train` (it is a key of `slurm-rlhf sft`)" in capsys.readouterr()[1]
-    assert main(["sft", str(file), "--actor.learning_rate=5"]) == 2
-    assert "--actor.learning_rate is not read by `slurm-rlhf sft`: leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -154,9 +140,11 @@ def test_keys_that_a_command_does_not_read_are_reported(file: Path, capsys: pyte
         (["train", "FILE", "--critic.lr=1"], "did you mean --critic.learning_rate or --actor.learning_rate?"),
         (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry_run?"),
         (["train", "FILE", "--tp=2"], "did you mean --vllm.tensor_parallel_size?"),
+        (["train", "FILE", "--sft.dataset=x", "--dry_run"], "is not read by `slurm-rlhf train` (it is a key of `"),
+        (["sft", "FILE", "--actor.learning_rate=5"], "rate is not read by `slurm-rlhf sft`: leave it out"),
     ],
 )
-def test_what_people_write_is_understood(
+def test_what_people_write_is_understood_or_called_unread(
     file: Path, capsys: pytest.CaptureFixture[str], words: list[str], stated: str
 ) -> None:
     assert main([str(file) if word == "FILE" else word for word in words]) == 2
@@ -233,9 +221,8 @@ def test_train_hands_over_to_the_conductor(file: Path, monkeypatch: pytest.Monke
 
 
 def test_plan_needs_sizes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text(
-        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 5\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n"
+    file = write(
+        tmp_path, "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 5\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n"
     )
     assert main(["plan", str(file), "--vllm.num_nodes=2"]) == 0
     out = capsys.readouterr().out
@@ -261,8 +248,7 @@ def slurm(nodes: str, count: int, gpus: int) -> dict[str, str]:
 def test_inside_an_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text("[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
+    file = write(tmp_path, "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
     for name, value in slurm("gpu[07-08]", 2, 8).items():
         monkeypatch.setenv(name, value)
     assert main(["plan", str(file)]) == 0
@@ -274,10 +260,10 @@ def test_inside_an_allocation(
 
 def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The seed's case: 6 actor and 2 rollout ranks on each of two nodes."""
-    file = tmp_path / "plan.toml"
-    file.write_text(
+    file = write(
+        tmp_path,
         "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_nodes = 2\nnum_gpus_per_node = 2\n"
-        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n",
     )
     assert main(["plan", str(file), "--nodelist", "gpu[08-09]", "--gpus_per_node=8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -294,10 +280,10 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
 
 
 def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "plan.toml"
-    file.write_text(
+    file = write(
+        tmp_path,
         "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 6\n[critic]\nnum_gpus_per_node = 4\n"
-        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n",
     )
     for gpus in ("6,6,4,4,4", "6(x2),4(x3)"):
         words = ["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}", "--json"]

@@ -25,7 +25,7 @@ from waiting import HANG_S
 from slurm_rlhf import __version__
 from slurm_rlhf.cli import bench, generate, plan, train
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.cli.commands import Arguments, commands
+from slurm_rlhf.cli.commands import commands
 from slurm_rlhf.cli.main import guarded, main
 from slurm_rlhf.cli.preflight import show as show_examination
 from slurm_rlhf.cli.preflight import tell
@@ -145,6 +145,13 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
     assert "Traceback" not in err
 
 
+def failing(error: BaseException) -> Callable[..., int]:
+    def work(*_: object) -> int:
+        raise error
+
+    return work
+
+
 @pytest.mark.parametrize(
     ("error", "code", "shown"),
     [
@@ -160,10 +167,7 @@ def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture
 def test_exit_codes(
     error: BaseException, code: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(arguments: Arguments) -> int:
-        raise error
-
-    monkeypatch.setattr(plan, "show_plan", fail)
+    monkeypatch.setattr(plan, "show_plan", failing(error))
     assert cli.main(["plan", "x.toml"]) == code
     err = capsys.readouterr().err
     assert err.endswith(shown)
@@ -230,9 +234,7 @@ def test_an_error_that_names_no_file_names_its_line_and_what_replaces_calls(
 def test_a_limit_of_address_space_is_no_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def work() -> int:
-        raise MemoryError
-
+    work = failing(MemoryError())
     assert cli.guarded(work) == 1
     assert capsys.readouterr().err.endswith("this is a bug in slurm_rlhf, not in your input\n")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 << 29, 3 << 29))
@@ -312,13 +314,6 @@ WILD, TAMED = "a\x1b]0;title\x07\x1b[2J", r"a\x1b]0;title\x07\x1b[2J"
 EXAMINED = Report(("n1",), (Check("disk", "fine", (Finding(WARNING, ("n1",), WILD, "mend it"),)),), 0.1)
 
 
-def failing(error: BaseException) -> Callable[[], int]:
-    def work() -> int:
-        raise error
-
-    return work
-
-
 @pytest.mark.parametrize(
     "printed",
     [
@@ -354,11 +349,10 @@ def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench._printed(iter([Line(WILD, "fp32", "failed", WILD, log=(WILD,))]), 5)
+COMPARED = Line(WILD, "fp32", "failed", WILD, log=(WILD,))
 
 
-@pytest.mark.parametrize(("printed", "times"), [(warned, 1), (failed_comparison, 3)])
+@pytest.mark.parametrize(("printed", "times"), [(warned, 1), (lambda *_: bench._printed(iter([COMPARED]), 5), 3)])
 def test_text_of_others_is_escaped_wherever_a_command_prints_it(
     printed: Callable[[Path, pytest.MonkeyPatch], None],
     times: int,

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from config_files import write
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
@@ -95,19 +96,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         server.shutdown()
 
 
-def written(tmp_path: Path) -> Path:
-    file = tmp_path / "run.toml"
-    file.write_text(
-        '[actor]\nmodel_name_or_path = "me/tiny"\n[data]\nprompt_dataset = "me/sums"\n[ds]\n'
-        'attn_implementation = "me/attention"\n[eval]\ndataset = "me/plain"\n'
-    )
-    return file
+ALL = (
+    'actor.model_name_or_path = "me/tiny"\ndata.prompt_dataset = "me/sums"\n'
+    'ds.attn_implementation = "me/attention"\neval.dataset = "me/plain"\n'
+)
 
 
 def test_it_downloads_all_that_is_named_and_says_what_to_write(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = written(tmp_path)
+    file = write(tmp_path, ALL)
     assert main(["prefetch", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     model, sums, plain = (
@@ -128,7 +126,7 @@ def test_it_downloads_all_that_is_named_and_says_what_to_write(
     assert load_config(file).actor.model_name_or_path == str(model)  # the name is found in the cache
     assert main(["prefetch", str(file), f"--data.prompt_dataset={plain}", f"--eval.dataset={plain}"]) == 0
     assert "dataset =" not in capsys.readouterr().out
-    file.write_text('[[eval.datasets]]\nname = "plain"\npath = "me/plain"\n')
+    write(tmp_path, '[[eval.datasets]]\nname = "plain"\npath = "me/plain"\n')
     assert main(["prefetch", str(file)]) == 0
     assert capsys.readouterr().out.endswith(f'  write into the file, in [eval.datasets]\n  path = "{plain}"\n')
 
@@ -136,7 +134,7 @@ def test_it_downloads_all_that_is_named_and_says_what_to_write(
 def test_without_a_network_it_is_one_line(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(tmp_path)
+    file = write(tmp_path, ALL)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert main(["prefetch", str(file), "--actor.model_name_or_path=", "--ds.attn_implementation=sdpa"]) == 2
     err = capsys.readouterr().err
@@ -150,8 +148,7 @@ def test_without_a_network_it_is_one_line(
 
 def test_a_download_that_was_cut_off_goes_on(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The small files of a model come first: config.json says nothing about the weights."""
-    file = tmp_path / "run.toml"
-    file.write_text('[actor]\nmodel_name_or_path = "me/large"\n')
+    file = write(tmp_path, 'actor.model_name_or_path = "me/large"')
     assert main(["prefetch", str(file)]) == 0
     model = cache / f"models--me--large/snapshots/{COMMIT}"
     part = model / "model-00002-of-00002.safetensors"
@@ -167,8 +164,7 @@ def test_a_download_that_was_cut_off_goes_on(cache: Path, tmp_path: Path, capsys
 def test_rows_in_archives_or_by_a_script_come_as_parquet(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('[data]\nprompt_dataset = "me/script"\n')
+    file = write(tmp_path, 'data.prompt_dataset = "me/script"')
     assert main(["prefetch", str(file)]) == 0
     place = cache / f"datasets--me--script/snapshots/{PARQUET}/default/train"
     assert capsys.readouterr().out.endswith(
@@ -200,9 +196,7 @@ def test_a_refusal_and_a_full_disk_say_what_to_do(
 
     if name == "me/tiny":
         monkeypatch.setattr("huggingface_hub.file_download._chmod_and_move", full)
-    file = tmp_path / "run.toml"
-    file.write_text(f'[actor]\nmodel_name_or_path = "{name}"\n')
-    assert main(["prefetch", str(file)]) == 2
+    assert main(["prefetch", str(write(tmp_path, f'actor.model_name_or_path = "{name}"'))]) == 2
     err = capsys.readouterr().err.strip().splitlines()
     assert f"slurm-rlhf: error: actor.model_name_or_path: {name}: " in err[-1]
     assert said in err[-1]
@@ -211,7 +205,5 @@ def test_a_refusal_and_a_full_disk_say_what_to_do(
 
 def test_what_is_here_is_not_downloaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
-    file = tmp_path / "run.toml"
-    file.write_text('[data]\nprompt_dataset = "a.jsonl"\n')
-    assert main(["prefetch", str(file)]) == 0
+    assert main(["prefetch", str(write(tmp_path, 'data.prompt_dataset = "a.jsonl"'))]) == 0
     assert "nothing to download" in capsys.readouterr().out

@@ -10,8 +10,6 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, expand_counts
 from slurm_rlhf.cluster.slurm_job import ask_scontrol, parse_job_details
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.topology import role_sizes
 
 BATCH = {
     "SLURM_JOB_ID": "4711",
@@ -255,7 +253,3 @@ def test_a_job_submitted_from_inside_another_has_its_own_gpus(monkeypatch: pytes
     counts = {"SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}
     found = current_topology(Config(), {**BATCH, **one, **counts, "SLURM_GPUS_ON_NODE": "4"})
     assert [node.gpus for node in found.nodes] == [4]
-
-
-def placed(config: Config, environ: dict[str, str]) -> RankMap:
-    return place(current_topology(config, environ), role_sizes(config))

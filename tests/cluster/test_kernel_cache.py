@@ -22,7 +22,6 @@ from slurm_rlhf.cluster.local_directory import (
     prune,
     take_kernel_cache,
 )
-from slurm_rlhf.run_directory import mount_of
 from slurm_rlhf.wire import timeouts
 
 Take = Callable[..., KernelCache]
@@ -256,17 +255,7 @@ def test_where_there_is_nothing_to_keep(tmp_path: Path, monkeypatch: pytest.Monk
     assert not list(tmp_path.iterdir())
 
 
-def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = tmp_path / "mounts"
-    table.write_text(
-        f"/dev/sda / ext4 rw 0 0\nnas:/x {tmp_path}/a\\040b nfs4 rw 0 0\nfs {tmp_path}/a\\040b/c tmpfs rw 0 0\n"
-    )
-    assert mount_of(tmp_path / "a b" / "d", table)[2] == "nfs4"
-    assert mount_of(tmp_path / "a b" / "c" / "d", table)[2] == "tmpfs"
-    assert mount_of(tmp_path, table)[2] == "ext4"
-    assert mount_of(tmp_path, tmp_path / "absent")[2] == ""
+def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"/var/tmp": "lustre", "/tmp": "tmpfs"}
     monkeypatch.setattr(local_directory, "mount_of", lambda path: ("", path, kinds[str(path)]))
     assert local_places() == [Path("/tmp"), Path("/var/tmp")]

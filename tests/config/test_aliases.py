@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from config_files import refused, write
 
 from slurm_rlhf.config.keys import INTERVALS, VALUES, all_keys, get, nearest, peers, read_as, spellings, tables
 from slurm_rlhf.config.load import load_config
@@ -22,18 +23,6 @@ ELSEWHERE = [flag for flag in FLAGS if "key" not in flag]
 VERL, TRL = peers()["verl"]["keys"], peers()["trl"]["keys"] | peers()["trl"]["train"]["keys"]
 UNITS = peers()["verl"]["units"] | peers()["trl"]["units"]
 OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75], "list[str]": ["word"]}
-
-
-def write(directory: Path, text: str) -> Path:
-    file = directory / "run.toml"
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def refused(path: Path | None, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    return str(caught.value)
 
 
 def sample(key: str) -> tuple[str, object]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import refused, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,19 +18,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import EvalDataSet
 from slurm_rlhf.config.schema_models import RewardPart
 from slurm_rlhf.config.text import dump_toml, help_text
-from slurm_rlhf.errors import ConfigError
-
-
-def write(directory: Path, text: str, name: str = "run.toml") -> Path:
-    file = directory / name
-    file.write_text(text, encoding="utf-8")
-    return file
-
-
-def problem(path: Path | None, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    return str(caught.value)
 
 
 def test_file_then_command_line(tmp_path: Path) -> None:
@@ -123,7 +111,7 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
 )
 def test_bad_file(tmp_path: Path, text: str, named: list[str]) -> None:
     file = write(tmp_path, text)
-    message = problem(file)
+    message = refused(file)
     assert str(file) in message
     for part in named:
         assert part in message
@@ -151,13 +139,13 @@ def test_bad_file(tmp_path: Path, text: str, named: list[str]) -> None:
     ],
 )
 def test_bad_override(words: list[str], named: str) -> None:
-    message = problem(None, *words)
+    message = refused(None, *words)
     assert "the command line: " in message
     assert named in message
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
-    message = problem(write(tmp_path, "[train]\nsead = 1\nbatch_size = 'x'"), "--foo.bar=1")
+    message = refused(write(tmp_path, "[train]\nsead = 1\nbatch_size = 'x'"), "--foo.bar=1")
     assert message.startswith("3 problems in the configuration:")
     assert all(part in message for part in ("train.sead", "train.batch_size", "--foo.bar"))
 
@@ -170,7 +158,7 @@ def test_unreadable_file(tmp_path: Path, kind: str) -> None:
     elif kind == "binary":
         file.write_bytes(b"a = '\xff'")
     expected = {"missing": "no such file", "directory": "cannot be read", "binary": "not UTF-8 text"}[kind]
-    assert f"{file}: {expected}" in problem(file)
+    assert f"{file}: {expected}" in refused(file)
 
 
 def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

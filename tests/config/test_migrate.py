@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_files import write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,14 +38,14 @@ ray job submit --address="http://127.0.0.1:8265" \
 """
 
 
-def test_a_whole_script_becomes_a_file_that_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "run.sh").write_text(SCRIPT)
-    assert cli.main(["migrate", "openrlhf", str(tmp_path / "run.sh")]) == 0
+def migrated(directory: Path, capsys: pytest.CaptureFixture[str], script: str) -> tuple[Config, str, str]:
+    assert cli.main(["migrate", "openrlhf", str(write(directory, script, "run.sh"))]) == 0
     out, err = capsys.readouterr()
-    (tmp_path / "run.toml").write_text(out)
-    config = load_config(tmp_path / "run.toml")
+    return load_config(write(directory, out)), out, err
+
+
+def test_a_whole_script_becomes_a_file_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out, err = migrated(tmp_path, capsys, SCRIPT)
     assert capsys.readouterr().err == ""
     expected = {
         "ref.num_gpus_per_node": 8,
@@ -106,11 +107,7 @@ fi
 
 
 def test_arrays_and_variables_of_a_script_are_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.sh").write_text(ARRAYS)
-    assert cli.main(["migrate", "openrlhf", str(tmp_path / "run.sh")]) == 0
-    out, _ = capsys.readouterr()
-    (tmp_path / "run.toml").write_text(out)
-    config = load_config(tmp_path / "run.toml")
+    config, out, _ = migrated(tmp_path, capsys, ARRAYS)
     assert config.actor.model_name_or_path == "/models/tiny"
     assert config.data.prompt_dataset == "/data/tiny/prompts.jsonl"
     assert (config.vllm.num_engines, config.vllm.gpu_memory_utilization, config.train.seed) == (2, 0.7, 7)
@@ -130,12 +127,9 @@ def test_arrays_and_variables_of_a_script_are_followed(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_a_stage_goes_to_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str) -> None:
-    (tmp_path / "run.sh").write_text(STAGE.format(stage=stage))
-    assert cli.main(["migrate", "openrlhf", str(tmp_path / "run.sh")]) == 0
-    out, err = capsys.readouterr()
+    config, out, err = migrated(tmp_path, capsys, STAGE.format(stage=stage))
     assert f"The file is for `slurm-rlhf {stage}`" in err
-    (tmp_path / "run.toml").write_text(out)
-    keys = get(load_config(tmp_path / "run.toml"), stage)
+    keys = get(config, stage)
     assert (keys.dataset, keys.output_dir) == ("/data/rows.jsonl", f"/out/{stage}")
     assert (keys.learning_rate, keys.batch_size, keys.save_steps) == (4e-6, 256, 0)
     assert (keys.eval_dataset, keys.eval_steps) == ("/data/held_out.jsonl", 0)

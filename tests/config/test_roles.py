@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 from model_configs import SHAPES
 
 from slurm_rlhf.algorithms import registry
-from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
+from slurm_rlhf.algorithms.registry import Algorithm, register_algorithm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import (
@@ -39,12 +38,7 @@ from slurm_rlhf.ranks import rank_process as worker_main
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run.gpu_account import StepFlops
 
-
-def advantages(inputs: AdvantageInputs) -> Any:
-    return inputs.rewards, None
-
-
-TOY = Algorithm("toy", advantages, min_samples_per_prompt=2)
+TOY = Algorithm("toy", lambda inputs: (inputs.rewards, None), min_samples_per_prompt=2)
 
 
 @pytest.fixture

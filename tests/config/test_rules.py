@@ -9,7 +9,6 @@ import pytest
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_architecture
-from slurm_rlhf.config.roles import ROLLOUT, running_roles
 from slurm_rlhf.config.rules import _divisors, correction_of, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
@@ -70,11 +69,6 @@ def test_divisors_are_looked_for_as_long_as_a_user_waits() -> None:
     """The product of two primes above a million has more than are found."""
     assert _divisors(12) == [1, 2, 3, 4, 6, 12]
     assert _divisors(1_000_003 * 1_000_033) == [1, 1_000_003 * 1_000_033]
-
-
-def test_the_actor_samples_alone() -> None:
-    assert ROLLOUT not in [role.name for role in running_roles(corrected("rollout.engine=hf"))]
-    assert ROLLOUT in [role.name for role in running_roles(Config())]
 
 
 def test_keys_without_effect_are_reported() -> None:

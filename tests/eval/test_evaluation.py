@@ -29,12 +29,12 @@ from slurm_rlhf.eval.sets import Evaluation, read_eval_sets
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.scored import Rewards, Scoring
+from slurm_rlhf.run.loop import TrainingLoop
 from slurm_rlhf.sampling.batches import Batch, EpisodesOver
 
 HANGS = """
 import threading, time
 hang, began = threading.Event(), threading.Event()
-hang.set()
 
 def reward_func(responses, labels, step):
     if step and hang.is_set():
@@ -64,6 +64,7 @@ def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
     run = make(tmp_path, stop, reward)
+    reward.function.__globals__["hang"].set()
     with pytest.raises(RewardError, match=r"did not return within 1 s for 4 responses; .* raise timeout\.reward"):
         run.run()
     assert run.state.eval_before == 1.0  # the function was still well then
@@ -78,7 +79,6 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
     tmp_path: Path, stop: Stop, reward: RewardFunction, error: Exception, saved: bool, overlap: bool
 ) -> None:
     """Rewards of a function or a model. The run that goes on evaluates, unless the next step was sampled meanwhile."""
-    reward.function.__globals__["hang"].clear()
     errors = [error]
 
     def raises_once(prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
@@ -105,6 +105,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     tmp_path: Path, stop: Stop, reward: RewardFunction, by: str
 ) -> None:
     seen = reward.function.__globals__
+    seen["hang"].set()
     run = make(tmp_path, stop, reward)
     assert run.evaluation is not None
     run.step.reward = run.evaluation.reward = Scoring(reward, 50.0)
@@ -142,7 +143,6 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
 def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
-    reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
     run.step.scale = None
     run.run()
@@ -158,21 +158,24 @@ def test_a_function_s_own_time_out_is_reported_as_its_own(tmp_path: Path) -> Non
         Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().sample(PROMPTS, Sampling(), 0), 1)
 
 
-@pytest.mark.parametrize("every", [0, 1])
-def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
-    tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
-) -> None:
-    reward.function.__globals__["hang"].clear()
-    run = make(tmp_path, stop, reward)
-    run.step.config.eval.steps = every
+def refuse_second(run: TrainingLoop, error: Exception) -> None:
     sample = run.step.batches.take
 
     def take(number: int) -> Batch:
         if number == 2:
-            raise EpisodesOver(2, 1, 4)
+            raise error
         return sample(number)
 
     run.step.batches = OnDemand(take)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
+) -> None:
+    run = make(tmp_path, stop, reward)
+    run.step.config.eval.steps = every
+    refuse_second(run, EpisodesOver(2, 1, 4))
     run.run()
     assert run.state.step == 1
     assert run.state.eval_after == 1.0
@@ -186,16 +189,8 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
 def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
-    reward.function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
-    sample = run.step.batches.take
-
-    def take(number: int) -> Batch:
-        if number == 2:
-            raise FilteredAway("step 2: dynamic sampling kept 0 of 36 groups")
-        return sample(number)
-
-    run.step.batches = OnDemand(take)
+    refuse_second(run, FilteredAway("step 2: dynamic sampling kept 0 of 36 groups"))
     with pytest.raises(FilteredAway):
         run.run()
     assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"

@@ -64,19 +64,20 @@ def test_an_engine_that_ends_is_reported_and_starts_again_though_its_agent_was_k
     assert agents.residents[HERE].pid != killed
 
 
+def torchrun(agents: LocalAgents, launcher: AgentLauncher) -> psutil.Process:
+    launcher.start("actor", [], ENVIRONMENT)
+    agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
+    return until(agent.children, "the torchrun")[0]
+
+
 def test_a_role_that_was_ended_on_purpose_is_no_news_and_one_whose_torchrun_dies_is(
     agents: LocalAgents, launcher: AgentLauncher
 ) -> None:
-    def torchrun() -> int:
-        launcher.start("actor", [], ENVIRONMENT)
-        agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
-        return until(agent.children, "the torchrun")[0].pid
-
-    first = torchrun()
+    first = torchrun(agents, launcher)
     launcher.end(["actor"], RANKS)
-    assert not running(first)
+    assert not running(first.pid)
     assert launcher.ended() == []
-    os.kill(torchrun(), signal.SIGKILL)
+    torchrun(agents, launcher).kill()
     [end] = until(launcher.ended, "the end of the torchrun")
     assert (end.role, end.node, end.how) == ("actor", HERE, "was killed by SIGKILL")
 
@@ -85,11 +86,9 @@ def test_a_torchrun_that_a_signal_has_stopped_goes_on(
     agents: LocalAgents, launcher: AgentLauncher, tmp_path: Path
 ) -> None:
     """It has the store of its ranks, which wait for it without a limit while they start."""
-    launcher.start("actor", [], ENVIRONMENT)
-    agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
-    torchrun = until(agent.children, "the torchrun")[0]
-    torchrun.suspend()
+    stopped = torchrun(agents, launcher)
+    stopped.suspend()
     said = "a signal has stopped the process of actor: SIGCONT lets it go on"
     until(lambda: any(said in log.read_text() for log in (tmp_path / "logs").glob("*.log")), "the agent's words")
-    until(lambda: torchrun.status() != psutil.STATUS_STOPPED, "its continuation")
+    until(lambda: stopped.status() != psutil.STATUS_STOPPED, "its continuation")
     assert launcher.ended() == []

@@ -131,16 +131,6 @@ def test_what_has_no_place_under_mpi_is_refused(key: str, value: object, said: s
         place_processes(config, cpus(*["n1"] * 6), SIX)
 
 
-class FirstOfTwo:
-    """The communicator of rank 0: what it tells the other one."""
-
-    def __init__(self) -> None:
-        self.stated: list[Any] = []
-
-    def broadcast(self, value: Any) -> None:
-        self.stated.append(value)
-
-
 def test_ranks_that_are_done_are_waited_for() -> None:
     said: list[str] = []
     looks = chain([[SimpleNamespace(lost="", role="actor")]] * 3, repeat([]))
@@ -157,10 +147,12 @@ def test_ranks_that_are_done_are_waited_for() -> None:
 def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    world, start = FirstOfTwo(), Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
+    stated: list[Any] = []  # what the first of two ranks tells the other
+    world: Any = SimpleNamespace(broadcast=stated.append)
+    start = Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
     arguments = Arguments(commands()["train"], [tmp_path / "no.toml"], [], [], {})
-    assert _first(cast(Any, world), arguments, start, []) == ConfigError.exit_code
-    assert world.stated == [None]
+    assert _first(world, arguments, start, []) == ConfigError.exit_code
+    assert stated == [None]
     err = capsys.readouterr().err
     assert err.startswith("slurm-rlhf: error: ")
     assert "no.toml" in err

@@ -54,7 +54,9 @@ def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_device_of_a_mount(tmp_path: Path) -> None:
     table = tmp_path / "mounts"
-    table.write_text("/dev/sda1 / ext4 rw 0 0\nnas:/export/my\\040home /my\\040home nfs4 rw 0 0\n")
+    nested = "nas:/export/my\\040home /my\\040home nfs4 rw 0 0\nfs /my\\040home/c tmpfs rw 0 0\n"
+    table.write_text(f"/dev/sda1 / ext4 rw 0 0\n{nested}")
     assert mount_of(Path("/my home/data"), table) == ("nas:/export/my home", Path("/my home"), "nfs4")
+    assert mount_of(Path("/my home/c/d"), table) == ("fs", Path("/my home/c"), "tmpfs")
     assert mount_of(Path("/other"), table) == ("/dev/sda1", Path("/"), "ext4")
     assert mount_of(Path("/other"), tmp_path / "none") == ("", Path("/"), "")

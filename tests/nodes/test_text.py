@@ -17,10 +17,6 @@ from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
 
 
-def spec(role: str, store: str = "") -> StepSpec:
-    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, store=store)
-
-
 @pytest.mark.parametrize("role", ["actor", "critic", "rollout"])
 def test_srun_lines(role: str) -> None:
     assert_golden(f"srun_{role}.txt", lines(step_command(role_step(ranks(), role, LOGS), ["shim", "order.json"])))
@@ -31,7 +27,8 @@ def test_srun_lines(role: str) -> None:
     [("actor", "gpu1", ""), ("actor", "gpu2", "10.0.0.1:24001"), ("critic", "gpu3", "")],
 )
 def test_torchrun_lines(role: str, node: str, store: str) -> None:
-    text = lines(torchrun_command(spec(role, store), ranks(), node, "/tmp/own/torchrun"))
+    spec = StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, store=store)
+    text = lines(torchrun_command(spec, ranks(), node, "/tmp/own/torchrun"))
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict
+import random
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,6 @@ def test_samples_are_drawn_by_seed_and_step() -> None:
 
 
 def test_samples_are_read_back(tmp_path: Path) -> None:
-    import random
-
     path, made = tmp_path / "samples.jsonl", [sample(step, 0, random.Random(1)) for step in (1, 2)]
     for each in made:
         append_line(path, asdict(each))
@@ -64,9 +63,6 @@ def test_samples_are_read_back(tmp_path: Path) -> None:
 
 
 def test_a_sample_is_code_in_markdown() -> None:
-    import random
-    from dataclasses import replace
-
     made = replace(sample(2, 1, random.Random(1)), response="red\n" + "x" * 900, reward=0.25)
     assert "reward 0.25, stop" in markdown_text(made)
     assert "\n    xxx" in markdown_text(made)

@@ -21,6 +21,7 @@ from programs import write_program
 from recorded_run import sample
 from waiting import HANG_S
 
+from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.check import tracker_problems, without_secrets
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.run_status import TensorBoardEvents
@@ -231,19 +232,12 @@ def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(
     assert wait_until(lambda: child.exists() and child.read_text().strip(), HANG_S)
     with pytest.raises(TrackerFailed, match=r"did not finish within 0.5 s \(timeout.tracker\)"):
         sink.close(False)
-    assert wait_until(lambda: _gone(int(child.read_text())), HANG_S)
+    assert wait_until(lambda: not running(int(child.read_text())), HANG_S)
 
 
 def _program(root: Path, body: str) -> str:
     """Write a program that stands for Python, and ignores what it is asked to run."""
     return str(write_program(root / "python", f"#!/bin/bash\ncd {root}\n{body}\n"))
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def require(module: str) -> None:

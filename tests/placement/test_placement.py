@@ -276,16 +276,6 @@ def check_slots(rank_map: RankMap, colocate: list[frozenset[str]]) -> None:
         assert len(roles) == 1 or frozenset(roles) in colocate
 
 
-def check_tp_groups(rank_map: RankMap, rollout: RoleSize) -> None:
-    groups = rank_map.tp_groups
-    assert [group.engine for group in groups] == list(range(rollout.engines))
-    for group in groups:
-        start = group.gpus[0]
-        assert start % rollout.tp == 0
-        assert group.gpus == tuple(range(start, start + rollout.tp))
-        assert group.ranks == tuple(range(group.engine * rollout.tp, (group.engine + 1) * rollout.tp))
-
-
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), seed=st.randoms())
 def test_placements(case: Case, seed) -> None:
@@ -301,7 +291,13 @@ def test_placements(case: Case, seed) -> None:
     assert possible
     check_sizes(rank_map, case.roles)
     check_slots(rank_map, case.colocate)
-    check_tp_groups(rank_map, next(size for size in case.roles if size.engines))
+    rollout = next(size for size in case.roles if size.engines)
+    assert [group.engine for group in rank_map.tp_groups] == list(range(rollout.engines))
+    for group in rank_map.tp_groups:
+        start = group.gpus[0]
+        assert start % rollout.tp == 0
+        assert group.gpus == tuple(range(start, start + rollout.tp))
+        assert group.ranks == tuple(range(group.engine * rollout.tp, (group.engine + 1) * rollout.tp))
     shuffled = list(case.roles)
     seed.shuffle(shuffled)
     assert place(case.topology, shuffled, case.colocate) == rank_map

@@ -52,9 +52,7 @@ def step(name: str, *keys: str, model: str = "7B", card: str = "h100", network: 
     return predict(config, models, gpu, Links(network * GBIT, 800 * GBIT), sync, StepLengths.expected(config))
 
 
-@pytest.mark.parametrize(
-    ("count", "wanted", "longest"), [(384, 850, 2048), (96, 100, 4096), (1, 300, 400), (64, 4000, 4096)]
-)
+@pytest.mark.parametrize(("count", "wanted", "longest"), LENGTHS)
 def test_lengths_have_the_mean_and_are_mixed(count: int, wanted: float, longest: int) -> None:
     lengths = response_lengths(count, wanted, longest)
     assert len(lengths) == count

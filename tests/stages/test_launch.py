@@ -15,7 +15,7 @@ from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-m", "slurm_rlhf.cli"]
+COMMAND, ROLE = [sys.executable, "-m", "slurm_rlhf.cli"], "--role=actor"
 KEYS = (
     '[actor]\nmodel_name_or_path = "model"\nnum_gpus_per_node = 2\n[data]\nmax_len = 16\n[ds]\n'
     'param_dtype = "fp32"\n[sft]\ndataset = "sums.jsonl"\noutput_dir = "out"\nbatch_size = 20\nmax_epochs = 4\n'
@@ -63,8 +63,9 @@ def test_a_rank_that_dies_starts_again_from_the_newest_checkpoint(job: Path, mea
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("sft: step 6/20 "):
-                ranks = [each for each in psutil.Process(process.pid).children(recursive=True) if is_rank(each)]
-                ranks[-1].kill()
+                below = psutil.Process(process.pid).children(recursive=True)
+                [*_, last] = (each for each in below if {"slurm_rlhf.ranks.rank_process", ROLE} <= {*each.cmdline()})
+                last.kill()
                 break
         said = process.stdout.read()
         assert process.wait(HANG_S) == 0, said
@@ -73,10 +74,6 @@ def test_a_rank_that_dies_starts_again_from_the_newest_checkpoint(job: Path, mea
     )
     assert re.search(r"^sft: resuming from \S+ at step \d+/20$", said, re.MULTILINE)
     assert timeless_metrics(job / "killed.run") == measured
-
-
-def is_rank(process: psutil.Process) -> bool:
-    return "slurm_rlhf.ranks.rank_process" in process.cmdline() and "--role=actor" in process.cmdline()
 
 
 @pytest.mark.mpi

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 from random_models import saved_tokenizer
-from safetensors.torch import load_file
-from stage_runs import metrics, run
+from safetensors.torch import load_file, save_file
+from stage_runs import VLLM_ON_CPU, metrics, run
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.cli.main import main
@@ -88,7 +88,6 @@ def test_a_label_is_true_or_false(tmp_path: Path, tokenizer: Tokenizer, label: A
 
 
 def make_job(directory: Path, command: str = "rm", **keys: Any) -> None:
-    (directory / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
     make_tiny(directory / "model")
     rows = [
         {"input": f"{a}+{b}=", "chosen": "12", "rejected": "345", "margin": a % 2} for a in range(9) for b in range(4)
@@ -117,7 +116,7 @@ def start(directory: Path, *words: str, command: str = "rm", ranks: int = 1) -> 
             code = main([command, "job.toml", *words])
         return subprocess.CompletedProcess([], code, printed.getvalue(), "")
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}")
-    return run([sys.executable, *launcher, str(directory / "slurm-rlhf"), command, "job.toml", *words], directory, {})
+    return run([sys.executable, *launcher, "-m", "slurm_rlhf.cli", command, "job.toml", *words], directory, {})
 
 
 def finished(done: subprocess.CompletedProcess[str]) -> None:
@@ -196,9 +195,7 @@ def test_vllm_gives_the_scores_of_transformers(trained: Path) -> None:
     found = load_pairs(trained / "pairs.jsonl", tokenizer, Data(max_len=16)).experience
     given = [ids.tolist() for ids in np.split(found.token_ids, found.token_offsets[1:-1])]
     (trained / "given.json").write_text(json.dumps(given))
-    cpu = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    scored = run([sys.executable, "-c", VLLM, "out", "given.json"], trained, cpu | quiet)
+    scored = run([sys.executable, "-c", VLLM, "out", "given.json"], trained, VLLM_ON_CPU)
     finished(scored)
     theirs = AutoModelForSequenceClassification.from_pretrained(trained / "out", dtype="auto")
     with torch.no_grad():
@@ -275,8 +272,6 @@ def test_check_sees_what_is_wrong_before_anything_is_loaded(tmp_path: Path) -> N
 
 
 def test_a_head_of_another_size_is_seen_in_the_header_of_its_file(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = make_reward(tmp_path / "reward")
     check_head("reward.model_name_or_path", str(model), language=False)
     weights = load_file(model / "model.safetensors")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from stage_runs import metrics, run
+from stage_runs import VLLM_ON_CPU, metrics, run
 from tiny_models import make_tiny
 from waiting import HANG_S
 
@@ -127,9 +127,7 @@ def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[
 
     model = AutoModelForCausalLM.from_pretrained(job / "out", dtype="auto")
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    cpu = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    sampled = run([sys.executable, "-c", VLLM, "out"], job, cpu | quiet)
+    sampled = run([sys.executable, "-c", VLLM, "out"], job, VLLM_ON_CPU)
     assert sampled.returncode == 0, sampled.stderr[-3000:]
     for prompt, response, stated in json.loads(sampled.stdout.split("ANSWERS ")[1].splitlines()[0]):
         with torch.no_grad():

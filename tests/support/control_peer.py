@@ -53,6 +53,12 @@ def ask(server: ControlServer, role: str, rank: int, method: str, /, timeout_s: 
     return server.call(role, rank, method, args, timeout_s, decode)
 
 
+def received(client: ControlClient) -> Request:
+    request = client.receive(HANG_S)
+    assert request is not None
+    return request
+
+
 def _answer(client: ControlClient, request: Request) -> None:
     client.phase, args = request.method, request.argument()
     match request.method:

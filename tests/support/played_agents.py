@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from control_peer import received
 from programs import write_program
 from waiting import HANG_S
 
@@ -64,8 +65,7 @@ class PlayedAgent:
 
     def asked(self, method: str, declared: Any = Any) -> tuple[Request, Any]:
         """The next call, which is one of `method`, and its argument."""
-        request = self.client.receive(HANG_S)
-        assert request is not None
+        request = received(self.client)
         assert request.method == method
         return request, request.argument(declared) if declared is not None else None
 

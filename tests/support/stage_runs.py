@@ -14,6 +14,10 @@ from tiny_models import make_tiny
 from waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
+VLLM_ON_CPU = {
+    **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+    **{"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+}
 
 
 @contextmanager

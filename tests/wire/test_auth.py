@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from control_peer import ask
+from control_peer import ask, received
 from msgspec import msgpack
 from waiting import HANG_S, until
 
@@ -138,9 +138,7 @@ class Setting:
 
     def call_works(self) -> bool:
         future = ask(self.server, "actor", 0, "echo", timeout_s=HANG_S)
-        request = self.client.receive(HANG_S)
-        assert request is not None
-        request.reply("fine")
+        received(self.client).reply("fine")
         return future.result(HANG_S) == "fine"
 
 
@@ -262,8 +260,7 @@ def test_a_reply_counts_only_from_the_rank_that_was_called(setting: Setting) -> 
     dealer.send_multipart(message("hello", 0, HELLO))
     setting.server.wait_for("critic", 1, HANG_S)
     future = ask(setting.server, "actor", 0, "echo", timeout_s=HANG_S)
-    request = setting.client.receive(HANG_S)
-    assert request is not None
+    request = received(setting.client)
     dealer.send_multipart(message("reply", 1, "forged", call=request.id))
     assert until(lambda: setting.server.late == 1)
     assert not future.done()
@@ -316,8 +313,6 @@ def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path)
             for frames in (call, *bad):
                 router.send_multipart([route, *frames])
             assert until(lambda: client.garbage == len(bad))
-            request = client.receive(HANG_S)
-            assert request is not None
-            assert request.argument() == {"n": 1}
+            assert received(client).argument() == {"n": 1}
             assert client.receive(0) is None
             assert client.conductor_lost == ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_peer import INTERVAL, ask, start_peer, stop_peer
+from control_peer import INTERVAL, ask, received, start_peer, stop_peer
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, WireError
@@ -62,6 +62,11 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
             stop_peer(process)
 
 
+@pytest.fixture
+def keys(tmp_path: Path) -> RunKeys:
+    return RunKeys.create(tmp_path / "keys.json")
+
+
 def test_the_ranks_introduce_themselves(team: Team) -> None:
     peers = team.server.wait_for("actor", 2, HANG_S)
     assert [(peer.role, peer.rank, peer.world, peer.pid) for peer in peers] == [
@@ -84,19 +89,17 @@ def test_arguments_and_results_travel(team: Team) -> None:
     doubled += 1
 
 
-def test_arrays_may_change_as_soon_as_they_are_handed_over(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_arrays_may_change_as_soon_as_they_are_handed_over(keys: RunKeys) -> None:
     with ControlServer(keys) as server, ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
         client.connect(HANG_S)
         array = np.ones(5_000_000)
         future = ask(server, "actor", 0, "double", timeout_s=HANG_S, array=array)
         array[:] = -1
-        request = client.receive(HANG_S)
-        assert request is not None
-        received = request.argument()["array"]
-        assert received.min() == 1
-        request.reply(received)
-        received[:] = -2
+        request = received(client)
+        arrived = request.argument()["array"]
+        assert arrived.min() == 1
+        request.reply(arrived)
+        arrived[:] = -2
         assert future.result(HANG_S).min() == 1
 
 
@@ -215,8 +218,7 @@ def test_looking_for_calls_starts_no_wait_and_asks_no_socket(team: Team) -> None
             sys.setprofile(None)
         assert calls.total() < 20 * 1000
         future = ask(team.server, "rollout", 0, "generate", timeout_s=HANG_S, n=1)
-        request = client.receive(HANG_S)
-        assert request is not None
+        request = received(client)
         assert (request.method, request.argument()) == ("generate", {"n": 1})
         request.reply("done")
         assert future.result(HANG_S) == "done"
@@ -224,8 +226,7 @@ def test_looking_for_calls_starts_no_wait_and_asks_no_socket(team: Team) -> None
             request.reply("again")
 
 
-def test_a_rank_that_leaves_is_not_lost_but_cannot_be_called(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_a_rank_that_leaves_is_not_lost_but_cannot_be_called(keys: RunKeys) -> None:
     lost: list[Peer] = []
     with ControlServer(keys, on_lost=lost.append) as server:
         with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
@@ -241,8 +242,7 @@ def test_a_rank_that_leaves_is_not_lost_but_cannot_be_called(tmp_path: Path) -> 
             assert not server.wait_for("actor", 1, HANG_S)[0].lost
 
 
-def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(keys: RunKeys) -> None:
     with ControlServer(keys) as server, ControlClient(server.endpoint(), keys, "actor", 0, 2) as actor:
         with ControlClient(server.endpoint(), keys, "critic", 0, 1) as critic:
             actor.connect(HANG_S)
@@ -255,9 +255,7 @@ def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(tmp_path:
             for future in (pending, ask(server, "actor", 0, "train_step", timeout_s=HANG_S)):
                 with pytest.raises(RoleDied, match="exited with code 9"):
                     future.result(HANG_S)
-            request = critic.receive(HANG_S)
-            assert request is not None
-            request.reply(1)
+            received(critic).reply(1)
             assert other.result(HANG_S) == 1
             late = ask(server, "critic", 0, "values", timeout_s=HANG_S)
             server.give_up("critic", 0, "its node is gone")
@@ -265,15 +263,14 @@ def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(tmp_path:
                 late.result(HANG_S)
 
 
-def test_closing_fails_what_is_pending_and_the_ranks_learn_of_it(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_closing_fails_what_is_pending_and_the_ranks_learn_of_it(keys: RunKeys) -> None:
     server = ControlServer(keys)
     reasons: list[str] = []
     with ControlClient(server.endpoint(), keys, "actor", 0, 1, on_conductor_lost=reasons.append) as client:
         client.connect(HANG_S)
         assert client.conductor_lost == ""
         future = ask(server, "actor", 0, "train_step", timeout_s=HANG_S)
-        request = client.receive(HANG_S)
+        request = received(client)
         server.close()
         server.close()
         with pytest.raises(RunError, match="closed before actor rank 0"):
@@ -283,36 +280,29 @@ def test_closing_fails_what_is_pending_and_the_ranks_learn_of_it(tmp_path: Path)
         for _ in range(2):
             with pytest.raises(RoleDied, match="it said goodbye"):
                 client.receive(HANG_S)
-        assert request is not None
         request.reply(None)
         assert reasons == ["it said goodbye"]
         assert client.conductor_lost == "it said goodbye"
 
 
-def test_replies_sent_right_before_closing_arrive(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_replies_sent_right_before_closing_arrive(keys: RunKeys) -> None:
     with ControlServer(keys) as server:
         for rank in range(5):
             with ControlClient(server.endpoint(), keys, "actor", rank, 5) as client:
                 client.connect(HANG_S)
                 future = ask(server, "actor", rank, "shutdown", timeout_s=HANG_S)
-                request = client.receive(HANG_S)
-                assert request is not None
-                request.reply(np.ones(2_000_000))
+                received(client).reply(np.ones(2_000_000))
             assert future.result(HANG_S).sum() == 2_000_000
 
 
-def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_a_callback_that_raises_harms_nobody(keys: RunKeys) -> None:
     with ControlServer(keys, on_event=lambda *_: 1 / 0) as server:
         with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
             client.event("before the welcome", name="n")
             client.connect(HANG_S)
             client.event("progress")
             future = ask(server, "actor", 0, "echo", timeout_s=HANG_S)
-            request = client.receive(HANG_S)
-            assert request is not None
-            request.reply(3)
+            received(client).reply(3)
             assert future.result(HANG_S) == 3
 
 
@@ -324,8 +314,7 @@ def test_wrong_addresses_are_named() -> None:
         ControlClient("nonsense", keys, "actor", 0, 1)
 
 
-def test_endpoints_name_the_host_the_ranks_can_reach(tmp_path: Path) -> None:
-    keys = RunKeys.create(tmp_path / "keys.json")
+def test_endpoints_name_the_host_the_ranks_can_reach(keys: RunKeys) -> None:
     with ControlServer(keys) as server:
         assert server.endpoint("node01").startswith("tcp://node01:")
         assert server.endpoint().startswith("tcp://127.0.0.1:")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
-from control_peer import ask, start_peer, stop_peer
+from control_peer import ask, received, start_peer, stop_peer
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import CallTimeout
@@ -89,9 +89,7 @@ def answered(conductor: subprocess.Popen[str], client: ControlClient, number: in
     assert conductor.stdin is not None
     conductor.stdin.write(f"{number}\n")
     conductor.stdin.flush()
-    request: Any = client.receive(HANG_S)
-    assert request is not None
-    request.reply("fine")
+    received(client).reply("fine")
     return said(conductor)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import zmq
-from control_peer import INTERVAL, LIMIT, ask, start_conductor, start_peer, stop_peer
+from control_peer import INTERVAL, LIMIT, ask, received, start_conductor, start_peer, stop_peer
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import CallTimeout, RoleDied
@@ -105,9 +105,7 @@ def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: R
         run.server.fail_role("actor", RoleDied("broken"))
         run.server.revive("actor")
         answer = ask(run.server, "actor", 0, "echo", timeout_s=HANG_S)
-        request = fresh.receive(HANG_S)
-        assert request is not None
-        request.reply("here")
+        received(fresh).reply("here")
         assert answer.result(HANG_S) == "here"
     assert run.lost == []
 
@@ -254,9 +252,7 @@ def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
         client.connect(HANG_S)
         for count in range(1, 4):
             future = ask(run.server, "actor", 0, "echo", timeout_s=HANG_S)
-            request = client.receive(HANG_S)
-            assert request is not None
-            request.reply(count)
+            received(client).reply(count)
             assert future.result(HANG_S) == count
             time.sleep(2 * INTERVAL)
             # The next call is made while there is no connection: it waits for a new one.
