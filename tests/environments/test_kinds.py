@@ -34,18 +34,21 @@ class Counter:
         self.count, self.by = 0, by
         return columns.get("hint")
 
-    def add(self, times: int, names: list[str] | None = None) -> int:
+    def add(self, times: int, names: list[str] | None = None) -> str:
         """
         Adds to the count.
 
         Args:
             times: How often.
             names: Names of those who count.
+
+        Returns:
+            The count.
         """
         if times > 100:
             raise (ValueError if times == 101 else SystemExit)("too often")
         self.count += times * self.by
-        return {(times,): 1} if times == 100 else self.count
+        return {(times,): 1} if times == 100 else str(self.count)
 
     async def wait(self) -> dict[str, int]:
         """Waits."""
@@ -84,7 +87,7 @@ class AgentInstance(AgentInstanceBase):
         self.turns += 1
         said = [states["observation_text"], states["action_text"], states["label"]]
         return {"rewards": One(), "scores": 0.5, "environment_feedback": str(said), "done": self.turns > 1,
-                "sampling_params": states["sampling_params"], "extra_logs": {"turns": self.turns}}
+                "sampling_params": states["sampling_params"], "extra_logs": {"turns": self.turns, "reward": One()}}
 
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
@@ -235,7 +238,11 @@ def test_an_agent_file_is_read_as_it_is(tmp_path: Path) -> None:
     first = made.turn(0, Turn("a"))
     assert (first.text, first.reward, first.score, first.done) == ("['<hi>!', 'a', 'x']", 1.0, 0.5, False)
     second = made.turn(0, Turn("b"))
-    assert (second.text, second.logs, second.done) == (str([f"<hi>!a{first.text}", "b", "x"]), {"turns": 2.0}, True)
+    assert (second.text, second.logs, second.done) == (
+        str([f"<hi>!a{first.text}", "b", "x"]),
+        {"turns": 2.0, "reward": 1.0},
+        True,
+    )
 
 
 def test_images_for_the_policy_are_an_error(tmp_path: Path) -> None:
