@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import response
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import END, INTERRUPT, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
@@ -20,7 +21,7 @@ from slurm_rlhf.observe.run_log import read_events, read_samples
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
-from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import Experience, Prompt, SyncConnection, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.recording import Recorder
@@ -40,13 +41,9 @@ def batch_of(step: int) -> tuple[Batch, Experience]:
     prompts = [Prompt(10 * place, f"prompt {place}", ids, label={"answer": place}) for place in range(PROMPTS)]
     trajectories = []
     for row in range(PROMPTS * SAMPLES):
-        tokens = np.arange(row + 1, dtype=np.int32)
-        logprobs = np.full(row + 1, -row / 10, np.float32)
-        mask, spans = np.ones(row + 1, np.bool_), [VersionSpan(0, row + 1, 4)]
-        prompt, number = 10 * (row // SAMPLES), row % SAMPLES
-        trajectories.append(
-            Trajectory(prompt, number, ids, tokens, logprobs, mask, "stop", f"response {row}", spans, row)
-        )
+        whose, spans = (10 * (row // SAMPLES), f"response {row}", row % SAMPLES), [VersionSpan(0, row + 1, 4)]
+        trajectories.append(response(*whose, row + 1, ids, versions=spans, engine=row))
+        trajectories[-1].rollout_logprobs[:] = -row / 10
     experience = pack(trajectories, [0.0] * len(trajectories))
     experience.columns["advantages"] = np.concatenate([np.full(n + 1, n, np.float32) for n in range(6)])
     experience.columns["logprobs"] = experience.columns["rollout_logprobs"] + np.float32(0.5)
