@@ -104,6 +104,8 @@ def test_only_what_stands_behind_the_prompt_is_trained_on(tmp_path: Path) -> Non
     for name, template in (("plain", PLAIN), ("marks", marked(PLAIN))):
         tokenizer = write_tokenizer(tmp_path / name, template)
         assert in_loss(sft(tmp_path, tokenizer, row), tokenizer) == " 8.50 of them<|end|>#7<|end|>"
+        with pytest.raises(DataError, match=r"rows\.jsonl:1: no words of the assistant are to be trained on"):
+            sft(tmp_path, tokenizer, {"messages": TALK[5:6]})
 
 
 def test_a_template_that_changes_earlier_turns_needs_marks(tmp_path: Path) -> None:

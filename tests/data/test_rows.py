@@ -116,3 +116,6 @@ def test_what_is_no_data_set_says_what_to_write(tmp_path: Path) -> None:
     (tmp_path / "torn.arrow").write_bytes(b"torn")
     with pytest.raises(DataError, match="no Arrow file that can be read"):
         rows_of(tmp_path / "torn.arrow")
+    (tmp_path / "torn.json").write_text('[{"input": "1"}, {')
+    with pytest.raises(DataError, match=r"torn\.json: not JSON that can be read: "):
+        rows_of(tmp_path / "torn.json")

@@ -73,13 +73,6 @@ def test_a_trajectory_per_request(fresh: EngineProcess) -> None:
     assert len({tuple(ids) for ids in tokens(done)}) == len(done)
 
 
-def test_text_is_without_special_tokens(fresh: EngineProcess) -> None:
-    done = fresh.run(child.generate, child.requests(SAMPLING, samples=3))
-    ended = [t for t in done if t.finish_reason == "stop"]
-    assert ended
-    assert not any("<eos>" in t.text for t in ended)
-
-
 def test_logprobs_are_of_the_distribution_sampled_from(fresh: EngineProcess) -> None:
     done = fresh.run(child.generate, child.requests(replace(SAMPLING, temperature=1.7, top_k=3), samples=2))
     assert fresh.run(child.differences, done, [0], 1.7, 3)[0] < 1e-5

@@ -34,18 +34,21 @@ class Counter:
         self.count, self.by = 0, by
         return columns.get("hint")
 
-    def add(self, times: int, names: list[str] | None = None) -> int:
+    def add(self, times: int, names: list[str] | None = None) -> str:
         """
         Adds to the count.
 
         Args:
             times: How often.
             names: Names of those who count.
+
+        Returns:
+            The count.
         """
         if times > 100:
             raise (ValueError if times == 101 else SystemExit)("too often")
         self.count += times * self.by
-        return {(times,): 1} if times == 100 else self.count
+        return {(times,): 1} if times == 100 else str(self.count)
 
     async def wait(self) -> dict[str, int]:
         """Waits."""
@@ -84,7 +87,7 @@ class AgentInstance(AgentInstanceBase):
         self.turns += 1
         said = [states["observation_text"], states["action_text"], states["label"]]
         return {"rewards": One(), "scores": 0.5, "environment_feedback": str(said), "done": self.turns > 1,
-                "sampling_params": states["sampling_params"], "extra_logs": {"turns": self.turns}}
+                "sampling_params": states["sampling_params"], "extra_logs": {"turns": self.turns, "reward": One()}}
 
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
@@ -235,14 +238,11 @@ def test_an_agent_file_is_read_as_it_is(tmp_path: Path) -> None:
     first = made.turn(0, Turn("a"))
     assert (first.text, first.reward, first.score, first.done) == ("['<hi>!', 'a', 'x']", 1.0, 0.5, False)
     second = made.turn(0, Turn("b"))
-    assert (second.text, second.logs, second.done) == (str([f"<hi>!a{first.text}", "b", "x"]), {"turns": 2.0}, True)
-
-
-def test_images_for_the_policy_are_an_error(tmp_path: Path) -> None:
-    made = instances(tmp_path, AGENT.replace('"scores": 0.5', '"environment_images": ["a picture"]'))
-    made.begin(0, start(label="x"))
-    with pytest.raises(EpisodeError, match="expected text: models see no images here"):
-        made.turn(0, Turn("a"))
+    assert (second.text, second.logs, second.done) == (
+        str([f"<hi>!a{first.text}", "b", "x"]),
+        {"turns": 2.0, "reward": 1.0},
+        True,
+    )
 
 
 def judged(directory: Path, code: str) -> float:
@@ -301,7 +301,7 @@ def test_the_row_chooses_one_of_several(tmp_path: Path) -> None:
         (TOOLS.replace("times: int", "times"), r"game.py:11: the tool Counter.add cannot be described.*type hint"),
         (TOOLS.replace("            times: How often.\n", ""), "the tool Counter.add cannot be described"),
         (TOOLS.replace("times: int", "times: complex"), "the tool Counter.add cannot be described"),
-        (TOOLS.replace("def add(self, ", "def add(self, *rest: int, "), "takes any arguments|cannot be described"),
+        (TOOLS.replace("names: list[str] | None = None", "*names: str"), "takes any arguments"),
         (TEXT + "\n    def __init__(self, size): ...", "Environment.__init__ needs size"),
     ],
 )
@@ -315,19 +315,24 @@ def test_columns_that_a_row_must_have_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("code", "answer", "said"),
     [
-        ("{}['lost']", r"game.py:8: Environment.step raised KeyError: 'lost'"),
-        ("exit(3)", r"Environment.step raised SystemExit: 3"),
-        ("3", r"step returned 3; expected \(observation, reward, done\)"),
-        ("None", r"step returned None; expected \(observation, reward, done\)"),
-        ('"no", float("nan"), False', "returned nan; expected a finite number"),
-        ('"no", "1", False', "returned '1'; expected a finite number"),
-        ("None, 1, False", "step returned None; expected a string"),
+        (TEXT, "{}['lost']", r"game.py:8: Environment.step raised KeyError: 'lost'"),
+        (TEXT, "exit(3)", r"Environment.step raised SystemExit: 3"),
+        (TEXT, "3", r"step returned 3; expected \(observation, reward, done\)"),
+        (TEXT, "None", r"step returned None; expected \(observation, reward, done\)"),
+        (TEXT, '"no", float("nan"), False', "returned nan; expected a finite number"),
+        (TEXT, '"no", "1", False', "returned '1'; expected a finite number"),
+        (TEXT, '"no", [1], False', r"returned \[1\]; expected a finite number"),
+        (TEXT, "None, 1, False", "step returned None; expected a string"),
+        (TOOLS.replace('columns.get("hint")', "3"), "", "reset returned 3; expected a string, .* or None"),
+        (AGENT.replace('"scores": 0.5', '"environment_images": ["a"]'), "", "expected text: models see no images here"),
+        (AGENT.replace('"rewards": One()', '"reward": 1'), "", "step returned {.*; expected a dict with 'rewards'"),
+        (GYM.replace("}], {}", "}]"), "", r"init returned \[.*; expected \(messages, info\)"),
+        (GYM.replace('"reward": 1', '"rewards": 1'), "", "step returned .*; expected a dict with observations, reward"),
     ],
 )
-def test_an_answer_that_cannot_be_used_is_named(tmp_path: Path, answer: str, said: str) -> None:
-    made = instances(tmp_path, TEXT)
-    made.begin(0, start(answer=answer))
+def test_an_answer_that_cannot_be_used_is_named(tmp_path: Path, code: str, answer: str, said: str) -> None:
+    made, row = instances(tmp_path, code), start(answer=answer, more="more", label="x")
     with pytest.raises(EpisodeError, match=said):
-        made.turn(0, Turn("a"))
+        (made.begin(0, row), made.turn(0, Turn("a")))

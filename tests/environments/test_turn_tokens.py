@@ -126,12 +126,13 @@ def test_several_calls_are_read(tokenizers: dict[str, Tokenizer]) -> None:
         ('<tool_call>{"arguments": {}}</tool_call>', "a call has a name"),
         ('<tool_call>{"name": "look_up", "arguments": 3}</tool_call>', "an object of arguments"),
         ('<tool_call>{"name": "look_up"', "not complete"),
+        ("<|tool_call|>[3]", "a call is an object with name and arguments, not 3"),
         ('<tool_call>{"name": ' + "[" * 2000 + "}</tool_call>", "nested more than 100 deep"),
         ('<tool_call>{"name": "look_up", "arguments": "' + "[" * 2000 + '"}</tool_call>', "an object of arguments"),
     ],
 )
 def test_what_is_wrong_with_a_call_is_said(tokenizers: dict[str, Tokenizer], text: str, said: str) -> None:
-    (call,) = tool_reader(tokenizers["hermes"]).read(text, [PROBE_SCHEMA])
+    (call,) = tool_reader(tokenizers["granite" if "|" in text else "hermes"]).read(text, [PROBE_SCHEMA])
     assert said in call.error
 
 
@@ -198,6 +199,7 @@ def test_a_tokenizer_that_says_how_it_is_read_is_read_so(tmp_path: Path) -> None
         message = reader.written(written, "", reader.read(written, [PROBE_SCHEMA]))
         assert message == reader.message("So.", [PROBE]) | {"tool_calls": message["tool_calls"]}
         assert reader.read(written, [PROBE_SCHEMA]) == [PROBE]
+        assert "the call cannot be read: " in reader.read("<<look_up {>>", [PROBE_SCHEMA])[0].error
     with pytest.raises(ModelError, match="calls of tools cannot be read"):
         tool_reader(write_tokenizer(tmp_path / "c", TEMPLATES["hermes"], response_template=template))
 

@@ -7,6 +7,7 @@ import pytest
 
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.environments.records import CALLS, RAISED, UNKNOWN
 from slurm_rlhf.errors import SelfCheckError
 from slurm_rlhf.eval.verdicts import (
     BOUNDS,
@@ -23,7 +24,7 @@ from slurm_rlhf.eval.verdicts import (
     shares_line,
     warnings,
 )
-from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import LOST, REPETITION, Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step_metrics import agreement_metrics, sample_metrics
@@ -187,6 +188,21 @@ def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
     assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 5.0)
     assert metrics["reward_std"] == pytest.approx(1.996, abs=1e-3)
     assert agreement_metrics(config, found, exp, 0)["rollout_logprob_diff"] == 0.0
+
+
+def test_metrics_of_a_step_say_what_failed_and_what_was_left_out() -> None:
+    config = Config()
+    config.rollout.repetition_detection_max_pattern_size, config.env.path = 5, "game.py"
+    found, exp = a_batch([1.0, 0.0, 3.0, 0.0])
+    found[1].finish_reason, found[3].finish_reason = REPETITION, LOST
+    found[0].turns, found[0].counts, found[2].counts = 5, {CALLS: 6, RAISED: 1}, {CALLS: 2, UNKNOWN: 1, RAISED: 1}
+    failed, scores = np.array(["", "late: 1", "", "late: 2"]), np.float32([1, 0, 0, 0])
+    rewards = Rewards(exp.rewards, scores, {"x": np.float32([7])}, skipped=np.array([0, 0, 0, 1], bool), failed=failed)
+    metrics = sample_metrics(config, found, rewards, exp)
+    stated = {"repetition": 0.25, "truncated": 0.25, "lost": 0.25, "turns": 2.0, "tools/calls": 2.0}
+    stated |= {"tools/raised": 0.25, "tools/unknown": 0.125, "tools/arguments": 0.0, "tools/unreadable": 0.0}
+    stated |= {"accuracy": 0.25, "reward/skipped": 0.25, "reward/failed": 0.5, "reward/x": 7.0, "response_tokens": 4.0}
+    assert metrics.items() >= stated.items()
 
 
 def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_warnings() -> None:

@@ -119,6 +119,21 @@ def test_without_a_call_in_flight_it_is_the_users_code_with_its_line(thread: str
     )
 
 
+def test_without_users_code_it_is_the_conductor_with_the_call_that_is_no_librarys() -> None:
+    assert judge([IDLE_ENGINE], stack(SLEEP, TRAIN)).words == (
+        "behind is the conductor, in wait (python3.11/threading.py:324), called from "
+        "accumulate (trainer/policy.py:58); no call to a rank is in flight"
+    )
+
+
+def test_of_many_that_are_behind_three_are_described_and_one_whose_call_has_not_come() -> None:
+    words = judge([rank(0, COLLECTIVE, TRAIN), rank(1, IDLE), *(rank(n, PLUGIN, TRAIN) for n in range(2, 6))], ()).words
+    assert words.startswith(
+        "behind are actor rank 1 on n1 (pid 101, in train_step for 31 s): it waits for its next call"
+    )
+    assert "(me/plugin.py:21); and 2 more. actor rank 0 waits in all_reduce, called from" in words
+
+
 def test_a_call_that_never_arrived_is_said_to_be_lost() -> None:
     assert judge([rank(0, IDLE)], ()).words == (
         "actor rank 0 did not answer, and nobody computes: the call or its answer is lost"

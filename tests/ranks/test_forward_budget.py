@@ -13,7 +13,7 @@ from steps import make_step
 from slurm_rlhf.algorithms.layout import ROWS
 from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
+from slurm_rlhf.records import Experience, Prompt
 from slurm_rlhf.rewards.scored import ModelRewards, Scoring
 from slurm_rlhf.sampling.batches import Batch
 from slurm_rlhf.wire.calls import ForwardBatch, TrainAnswer
@@ -99,10 +99,6 @@ def test_responses_are_spread_over_three_ranks_of_a_reward_model() -> None:
                 answer.set_result(request.experience.prompt_lens.astype(np.float32))
             return answers
 
-    def response(size: int) -> Trajectory:
-        ids, mask = np.zeros(2, np.int32), np.ones(2, np.bool_)
-        span = [VersionSpan(0, 2, 0)]
-        return Trajectory(size, 0, np.zeros(size, np.int32), ids, np.zeros(2, np.float32), mask, "stop", "", span)
-
-    found = ModelRewards(Role(), 1000)([], [response(size) for size in (3, 1, 5, 2, 4)])  # type: ignore[arg-type]
+    given = [response(size, tokens=2, prompt_ids=np.zeros(size, np.int32)) for size in (3, 1, 5, 2, 4)]
+    found = ModelRewards(Role(), 1000)([], given)  # type: ignore[arg-type]
     assert found.rewards.tolist() == [3, 1, 5, 2, 4]

@@ -249,6 +249,7 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
         ("def reward_func(responses, level):", "rows[i]['level']"),
         ("def reward_func(queries, prompts, labels, level):", "a parameter 'level'"),
         ("def reward_func(responses, /):", "a parameter 'responses'"),
+        ("def reward_func(q, p, weight=0.5):", "a parameter 'q'"),  # its third is no place for labels
     ],
 )
 def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(

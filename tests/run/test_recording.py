@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import response
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.stop import END, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
+from slurm_rlhf.cluster.stop import END, INTERRUPT, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CallTimeout, ConfigError, RoleDied
+from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied
 from slurm_rlhf.groups.run_lock import MOST_RESTARTS, refuse_restart, refuse_short_time
 from slurm_rlhf.observe.run_log import read_events, read_samples
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
-from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import Experience, Prompt, SyncConnection, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.conductor import Conductor, lead_run
 from slurm_rlhf.run.recording import Recorder
@@ -40,13 +41,9 @@ def batch_of(step: int) -> tuple[Batch, Experience]:
     prompts = [Prompt(10 * place, f"prompt {place}", ids, label={"answer": place}) for place in range(PROMPTS)]
     trajectories = []
     for row in range(PROMPTS * SAMPLES):
-        tokens = np.arange(row + 1, dtype=np.int32)
-        logprobs = np.full(row + 1, -row / 10, np.float32)
-        mask, spans = np.ones(row + 1, np.bool_), [VersionSpan(0, row + 1, 4)]
-        prompt, number = 10 * (row // SAMPLES), row % SAMPLES
-        trajectories.append(
-            Trajectory(prompt, number, ids, tokens, logprobs, mask, "stop", f"response {row}", spans, row)
-        )
+        whose, spans = (10 * (row // SAMPLES), f"response {row}", row % SAMPLES), [VersionSpan(0, row + 1, 4)]
+        trajectories.append(response(*whose, row + 1, ids, versions=spans, engine=row))
+        trajectories[-1].rollout_logprobs[:] = -row / 10
     experience = pack(trajectories, [0.0] * len(trajectories))
     experience.columns["advantages"] = np.concatenate([np.full(n + 1, n, np.float32) for n in range(6)])
     experience.columns["logprobs"] = experience.columns["rollout_logprobs"] + np.float32(0.5)
@@ -328,19 +325,23 @@ def test_a_run_that_broke_says_last_from_where_it_goes_on(
         if saved:
             CheckpointDir(tmp_path).begin(5)
             CheckpointDir(tmp_path).commit(5, {})
-        raise RoleDied("role actor died")
+        raise RemoteError("role actor died", remote_traceback="its own lines")
 
     monkeypatch.setattr(Conductor, "work", work)
     config = Config(run_dir=str(tmp_path), resume=resume)
     config.logger.progress, config.logger.tensorboard = "plain", False
-    with pytest.raises(RoleDied, match=r"role actor died$"):
+    with pytest.raises(RemoteError, match=r"role actor died$"):
         lead_run(config, ONE, LAUNCHER, "n1", Continuation())
+    assert "in the role:\nits own lines" in (tmp_path / "logs" / "conductor.n1.0.log").read_text()
     last, word = capsys.readouterr().out.splitlines()[-1], "the same command" if resume == "auto" else "--resume=auto"
     goes_on = f"{word} goes on from the newest checkpoint, {tmp_path}/checkpoints/step_000005"
     assert last == (goes_on if saved else f"there is no checkpoint yet: {word} begins anew")
 
 
-@pytest.mark.parametrize(("reason", "holds", "code"), [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED)])
+@pytest.mark.parametrize(
+    ("reason", "holds", "code"),
+    [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED), (INTERRUPT, True, 130)],
+)
 def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whether_it_did(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -363,7 +364,22 @@ def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whethe
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     assert lead_run(config, ONE, LAUNCHER, "n1", Requeues()) == code
-    *_, stopped, last = capsys.readouterr().out.splitlines()
-    assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
-    assert last == "job 7 is requeued"
+    last = [f"stopped by {reason.what}; there is no checkpoint yet", *["job 7 is requeued"] * reason.requeue]
+    assert capsys.readouterr().out.splitlines()[-len(last) :] == last
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
+
+
+def test_a_run_keeps_others_out_of_its_directory_and_calls_off_at_its_end_what_was_to_follow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Waits(Continuation):
+        def finished(self) -> str:
+            return "job 8 is cancelled"
+
+    def work(self: Conductor, stop: object) -> None:
+        with pytest.raises(ConfigError, match=r"is in use by another run\. Wait for it, or give this .* --run_dir"):
+            lead_run(self.config, ONE, LAUNCHER, "n1", Continuation())
+
+    monkeypatch.setattr(Conductor, "work", work)
+    assert lead_run(Config(run_dir=str(tmp_path)), ONE, LAUNCHER, "n1", Waits()) == 0
+    assert capsys.readouterr().out.splitlines() == ["job 8 is cancelled"]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
+from sampled_responses import response
 from steps import make_step
 
 from slurm_rlhf.algorithms.layout import ROWS
@@ -17,7 +18,7 @@ from slurm_rlhf.algorithms.losses import KLController
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
+from slurm_rlhf.records import Experience, Prompt, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.rewards.signature import taken
@@ -65,13 +66,9 @@ class Run:
         prompts = [Prompt(i, "", np.array([9], dtype=np.int32)) for i in range(2)]
         found = []
         for row, (length, reason) in enumerate(zip(LENGTHS, reasons.split(), strict=True)):
-            ids, engine = np.full(length, row, dtype=np.int32), np.full(length, -1.0, dtype=np.float32)
-            mask, prompt = np.ones(length, dtype=np.bool_), prompts[row // 2]
-            found.append(
-                Trajectory(
-                    row // 2, row % 2, prompt.token_ids, ids, engine, mask, reason, "", [VersionSpan(0, length, 0)]
-                )
-            )
+            ids, spans = prompts[row // 2].token_ids, [VersionSpan(0, length, 0)]
+            found.append(response(row // 2, "", row % 2, length, ids, reason, spans))
+            found[-1].response_ids[:], found[-1].rollout_logprobs[:] = row, -1.0
         found[3].rollout_logprobs[1] = logprob
         reward = Scoring(RewardFunction(reward_func, "", taken(reward_func, "reward_func")), 10.0)
         self.phases: list[str] = []  # as they begin, each again after one inside it

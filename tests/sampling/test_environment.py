@@ -130,6 +130,8 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
     assert whole.versions == [VersionSpan(0, 5, 3), VersionSpan(5, 6, 4)]
     assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
     assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
+    own = whole.response_ids[whole.action_mask]
+    assert whole.digests == [digest(own[:2]), digest(own[2:])]  # of the tokens as the engines sampled them
     (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2=", **row}, "input")], [whole])
     assert (item["messages"], item["version"]) == ([{"role": "user", "content": "2+2="}], 3)
     assert [(one["role"], one["content"]) for one in item["dialogue"]] == [
@@ -255,13 +257,6 @@ def test_lost_episodes_are_reported_now_and_then_and_where_most_are_lost_the_run
     with pytest.raises(EpisodeError, match=r"8 of 8 episodes are lost, the last one.*KeyError.*reward.log has each"):
         play(made, {"answers": ["raise"]}, [sampled(plain, "3")])
     assert [note.partition(" episodes are lost")[0] for note in NOTES] == [f"warning: {n} of {n}" for n in (1, 2, 4)]
-
-
-def test_every_token_that_is_trained_on_has_the_digest_of_the_engine(tmp_path: Path, plain: Tokenizer) -> None:
-    row = {"answers": ['("no=", 0.25, False)', "(None, 1, True)"]}
-    whole, _ = play(environments(tmp_path, plain), row, [sampled(plain, "35"), sampled(plain, "4")])
-    own = whole.response_ids[whole.action_mask]
-    assert whole.digests == [digest(own[:2]), digest(own[2:])]
 
 
 TOOL = """

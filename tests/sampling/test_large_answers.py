@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sampled_responses import response
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
@@ -16,7 +17,7 @@ from slurm_rlhf.engine.engine import Status
 from slurm_rlhf.ranks.engine_leader import EngineLeader
 from slurm_rlhf.ranks.rank_process import serve
 from slurm_rlhf.ranks.worker import RankInfo
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import LENGTH, Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler, Waves
 from slurm_rlhf.wire.auth import RunKeys
@@ -51,18 +52,9 @@ class Scripted:
 
 
 def answer(prompt: int, sample: int, key: object) -> Trajectory:
-    return Trajectory(
-        prompt=prompt,
-        sample=sample,
-        prompt_ids=np.full(10, prompt, dtype=np.int32),
-        response_ids=np.full(TOKENS, sample, dtype=np.int32),
-        rollout_logprobs=np.zeros(TOKENS, dtype=np.float32),
-        action_mask=np.ones(TOKENS, dtype=np.bool_),
-        finish_reason="length",
-        text=TEXT,
-        versions=[],
-        key=str(key),
-    )
+    made = response(prompt, TEXT, sample, TOKENS, np.full(10, prompt, dtype=np.int32), LENGTH, key=str(key))
+    made.response_ids[:] = sample
+    return made
 
 
 @pytest.mark.slow

@@ -55,6 +55,18 @@ def test_a_kind_that_the_node_lacks_is_refused_with_its_reason(monkeypatch: pyte
         box.chosen("apptainer")
 
 
+@pytest.mark.parametrize(
+    ("output", "said"), [(b"42\n", ""), (b"bwrap\nno namespaces\n\n", "no namespaces"), (b"", "ended with 1 (exit)")]
+)
+def test_the_reason_is_the_last_line_of_what_a_kind_says(
+    monkeypatch: pytest.MonkeyPatch, output: bytes, said: str
+) -> None:
+    monkeypatch.setattr(box, "execute", lambda *given: box.ProgramEnd("exit", 1, output))
+    box.problem.cache_clear()
+    assert box.problem("bubblewrap") == said
+    box.problem.cache_clear()
+
+
 @pytest.mark.slow
 def test_auto_takes_the_best_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     works = {"bubblewrap": "no user namespaces", "apptainer": "none", "landlock": ""}
