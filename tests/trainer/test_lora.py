@@ -154,4 +154,7 @@ def test_the_policy_learns_and_the_base_stays(
     config.lora.rank = RANK + 1
     with pytest.raises(CheckpointError, match=r"with its lora\.rank and lora\.target_modules"):
         PolicyTrainer(config, 3).load(tmp_path / "checkpoint")
-    torch.distributed.destroy_process_group()
+    from deepspeed import comm
+
+    # DeepSpeed keeps a copy of the group that its own function alone forgets.
+    (comm if ds["zero_stage"] else torch.distributed).destroy_process_group()
