@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,7 +158,10 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
     if words:
         job = tmp_path
         make_job(job, eval_dataset="held_out.jsonl")
-        finished(start(job, *words))
+        base = shutil.copytree(trained / "out", job / "base")
+        with_bias = load_file(base / "model.safetensors") | {"score.bias": torch.ones(1)}  # which goes
+        save_file(with_bias, base / "model.safetensors", {"format": "pt"})
+        finished(start(job, *words, f"--actor.model_name_or_path={base}"))
     statistics = reward_statistics(str(job / "out"))
     assert statistics is not None
     config = Config()
