@@ -61,6 +61,8 @@ def test_engines_are_spread_evenly_over_the_nodes_asked_for() -> None:
     assert sorted(len(share.gpus) for share in shares) == [1, 2, 2]
     shares = place(nodes(4, 8), [RoleSize("actor", 4, 6), engines(5)]).roles["rollout"]
     assert [len(share.gpus) for share in shares] == [2, 2, 1]  # as few nodes as hold them
+    alike = place(Topology((Node("a", 8), Node("b", 8), Node("c", 4))), [engines(6, num_nodes=2)])
+    assert [*where(alike, "rollout")] == ["a", "b"]  # and not the smaller one, though it has room
 
 
 def test_colocation_with_a_role_that_does_not_run_is_ignored() -> None:
