@@ -16,11 +16,9 @@ from slurm_rlhf.cli.pipeline import script
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.config.pipeline import read_pipeline
 
-COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
-
 
 def call(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return run([*COMMAND, "pipeline", str(file), *words], file.parent, {})
+    return run([sys.executable, "-m", "slurm_rlhf.cli", "pipeline", str(file), *words], file.parent, {})
 
 
 def test_a_file_is_read_and_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

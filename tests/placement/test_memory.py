@@ -337,10 +337,7 @@ BY_SIZE = {size: dict.fromkeys(ROLES, shape_of(SHAPES[size])) for size in SHAPES
 
 
 def hf_config(**changes: object) -> Config:
-    made = load_config(SBATCH / "ppo_7b.toml", [])
-    for key, value in {"rollout__engine": "hf", "ds__zero_stage": 3, "rollout__hf_max_num_seqs": 8, **changes}.items():
-        put(made, key.replace("__", "."), value)
-    return made
+    return config(**{"rollout__engine": "hf", "ds__zero_stage": 3, "rollout__hf_max_num_seqs": 8, **changes})
 
 
 def test_the_terms_of_a_batch() -> None:
