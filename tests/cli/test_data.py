@@ -48,6 +48,7 @@ def test_it_shows_tokens_masks_lengths_and_what_is_left_out(file: Path, capsys: 
         "  3 prompts",
         "  duplicates: 1; 2 times: '1+1='",
         "  left out: 1 by data.filter",
+        f"  {'4':>16} {'█' * 48} 2",
         f"  left out: 1 longer than 12 tokens (data.max_len - rollout.max_new_tokens): {file.parent}/p.jsonl:5",
         f"  left out: a run refuses it: {file.parent}/p.jsonl:6: no column 'input' (columns: output, label, level): "
         "fix the row or set data.input_key",

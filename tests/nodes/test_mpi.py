@@ -19,7 +19,7 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes
-from slurm_rlhf.nodes.mpi.rank import MpiLauncher
+from slurm_rlhf.nodes.mpi.rank import MpiLauncher, lead
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -142,6 +142,11 @@ def test_ranks_that_are_done_are_waited_for() -> None:
     )
     MpiLauncher(agents, cast(Any, SimpleNamespace(roles=["actor"]))).stop(True, HANG_S)
     assert said == ["leave", "closed"]
+
+
+def test_a_conductor_that_was_killed_has_the_exit_code_that_a_shell_gives_it() -> None:
+    nobody: Any = SimpleNamespace(broadcast=lambda *_: None)
+    assert lead(nobody, nobody, nobody, HANG_S, ["sh", "-c", "kill -9 $$"], "") == 128 + 9
 
 
 def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(

@@ -266,18 +266,6 @@ def check_sizes(rank_map: RankMap, roles: list[RoleSize]) -> None:
             assert all(share.gpus == tuple(sorted(share.gpus)) for share in shares)
 
 
-def check_slots(rank_map: RankMap, colocate: list[frozenset[str]]) -> None:
-    users: dict[tuple[str, int], set[str]] = {}
-    for role, shares in rank_map.roles.items():
-        for share in shares:
-            assert len(set(share.gpus)) == len(share.gpus)
-            assert set(share.gpus) <= set(range(rank_map.topology.node(share.node).gpus))
-            for gpu in share.gpus:
-                users.setdefault((share.node, gpu), set()).add(role)
-    for roles in users.values():
-        assert len(roles) == 1 or frozenset(roles) in colocate
-
-
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), seed=st.randoms())
 def test_placements(case: Case, seed) -> None:
@@ -292,7 +280,14 @@ def test_placements(case: Case, seed) -> None:
         return
     assert possible
     check_sizes(rank_map, case.roles)
-    check_slots(rank_map, case.colocate)
+    users: dict[tuple[str, int], set[str]] = {}
+    for role, shares in rank_map.roles.items():
+        for share in shares:
+            assert len(set(share.gpus)) == len(share.gpus)
+            assert set(share.gpus) <= set(range(rank_map.topology.node(share.node).gpus))
+            for gpu in share.gpus:
+                users.setdefault((share.node, gpu), set()).add(role)
+    assert all(len(roles) == 1 or frozenset(roles) in case.colocate for roles in users.values())
     rollout = next(size for size in case.roles if size.engines)
     assert [group.engine for group in rank_map.tp_groups] == list(range(rollout.engines))
     for group in rank_map.tp_groups:

@@ -191,8 +191,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
 
 
 def test_examples_in_process(job: Path) -> None:
-    tokenizer = Tokenizer.load(job / "model")
-    data = Data(max_len=32)
+    tokenizer, data = Tokenizer.load(job / "model"), Data(max_len=32)
     examples = load_examples(job / "sums.jsonl", tokenizer, data)
     first = examples.experience.select([0])
     assert tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False) == "0+0=0<eos>"
