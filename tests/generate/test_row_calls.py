@@ -38,7 +38,7 @@ def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
     calls.ask_row(0, prompt, Sampling(n=2))
     until(lambda: len(asked) > 2, "the call")
     engines.tell("engine 0 is lost", "", 0)
-    asked[2].set_exception(RunError("its node is gone"))  # which is no news any more
+    asked[2].set_exception(RunError("its node is gone"))  # no news any more
     loop = calls._episodes._loop
     assert loop is not None
     until(lambda: not asyncio.all_tasks(loop), "the end of the episodes")

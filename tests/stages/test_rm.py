@@ -159,7 +159,7 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
         job = tmp_path
         make_job(job, eval_dataset="held_out.jsonl")
         base = shutil.copytree(trained / "out", job / "base")
-        with_bias = load_file(base / "model.safetensors") | {"score.bias": torch.ones(1)}  # which goes
+        with_bias = load_file(base / "model.safetensors") | {"score.bias": torch.ones(1)}  # it is dropped
         save_file(with_bias, base / "model.safetensors", {"format": "pt"})
         finished(start(job, *words, f"--actor.model_name_or_path={base}"))
     statistics = reward_statistics(str(job / "out"))
