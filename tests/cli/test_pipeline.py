@@ -57,10 +57,8 @@ def test_what_changes_a_stage_is_what_it_reads(tmp_path: Path) -> None:
     assert [name for name in before if before[name] != after[name]] == ["better"]
     with (tmp_path / "sums.jsonl").open("a") as rows:
         rows.write('{"input": "9+9=", "output": "18"}\n')
-    assert [name for name, value in read_pipeline(file).hashes(keys).items() if value != after[name]] == [
-        "sft",
-        "better",
-    ]
+    more = read_pipeline(file).hashes(keys)
+    assert [name for name in more if more[name] != after[name]] == ["sft", "better"]
 
 
 @pytest.mark.slow
