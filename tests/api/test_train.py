@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,8 @@ def test_under_mpi_every_process_would_start_a_run(config: Config, monkeypatch: 
 
 
 def test_another_thread_is_refused(config: Config) -> None:
-    errors: list[Exception] = []
-
-    def work() -> None:
-        try:
-            train(config)
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert "call it in the main thread" in str(errors[0])
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="call it in the main thread"):
+        pool.submit(train, config).result()
 
 
 def test_a_reward_that_nobody_has_registered(config: Config) -> None:

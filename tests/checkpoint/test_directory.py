@@ -98,16 +98,12 @@ def test_prune_keeps_what_it_is_reported_and_touches_nothing_else(checkpoints: C
     assert left == ["notes.txt", "step_000001", "step_1000000", "step_1000001", "step_1000002", "step_best"]
 
 
-def test_same_step_twice_replaces(checkpoints: CheckpointDir) -> None:
-    save(checkpoints, 5, "first")
-    final = save(checkpoints, 5, "second")
-    assert checkpoints.load_state(final)["note"] == "second"
-    assert [path.name for path in checkpoints.root.iterdir()] == ["step_000005"]
-
-
-def test_same_step_over_a_damaged_one_replaces(checkpoints: CheckpointDir) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_same_step_twice_replaces(checkpoints: CheckpointDir, damaged: bool) -> None:
     save(checkpoints, 4)
-    (save(checkpoints, 5) / "actor/rank_0/model.bin").unlink()
+    first = save(checkpoints, 5, "first")
+    if damaged:
+        (first / "actor/rank_0/model.bin").unlink()
     final = save(checkpoints, 5, "second")
     assert checkpoints.load_state(final)["note"] == "second"
     assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000004", "step_000005"]

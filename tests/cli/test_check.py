@@ -209,7 +209,7 @@ def test_code_that_cannot_be_used_is_one_line_on_the_terminal_of_all_processes(
     assert f"{Path('bad.py').absolute()}:" in err
     assert said in err
     assert "Traceback" not in out
-    assert "ZeroDivision" not in said or "the first prompt, " in out  # what was found before is shown as it comes
+    assert "ZeroDivision" not in said or "the first prompt, " in out  # findings before it are shown as they come
 
 
 class _Page(BaseHTTPRequestHandler):

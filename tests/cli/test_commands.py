@@ -203,8 +203,6 @@ def test_bad_input(file: Path, capsys: pytest.CaptureFixture[str], command: str,
 def test_train_checks_before_it_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--train.batch_size=100"]) == 2
     assert "do not divide into optimizer steps of train.batch_size = 100" in capsys.readouterr().err
-    assert main(["train", str(file), "--actor.num_nodes=2", "--train.seed=1"]) == 2
-    assert "actor.num_nodes = 2, but this is not a Slurm allocation" in capsys.readouterr().err
     (file.parent / "model" / "tokenizer.json").unlink()
     assert main(["train", str(file)]) == 2
     assert "holds no tokenizer" in capsys.readouterr().err
@@ -230,27 +228,15 @@ def test_plan_needs_sizes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert re.search(r"^node1 .*\bA4\b", out, re.MULTILINE)
     assert re.search(r"^node2 .*\bA9\b", out, re.MULTILINE)
     assert "A actor: 10 ranks on 2 nodes" in out
-    assert main(["plan", str(file), "--vllm.num_engines=0"]) == 2
-    assert "vllm.num_engines must be at least 1" in capsys.readouterr().err
-
-
-def slurm(nodes: str, count: int, gpus: int) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_JOB_NUM_NODES": str(count),
-        "SLURM_JOB_CPUS_PER_NODE": f"64(x{count})",
-        "SLURM_GPUS_PER_NODE": str(gpus),
-        "SLURM_GPUS_ON_NODE": str(gpus),
-    }
 
 
 def test_inside_an_allocation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
-    for name, value in slurm("gpu[07-08]", 2, 8).items():
-        monkeypatch.setenv(name, value)
+    job = {"JOB_ID": "7", "JOB_NODELIST": "gpu[07-08]", "JOB_NUM_NODES": "2", "JOB_CPUS_PER_NODE": "64(x2)"}
+    for name, value in (job | {"GPUS_PER_NODE": "8", "GPUS_ON_NODE": "8"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     assert main(["plan", str(file)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^node +gpu0 .*gpu7$", out, re.MULTILINE)
@@ -275,8 +261,6 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
     assert re.search(r"^node +gpu0 .*gpu7$", capsys.readouterr().out, re.MULTILINE)
     assert main(["plan", str(file), "--nodes=16"]) == 2
     assert "--gpus_per_node goes with" in capsys.readouterr().err
-    assert main(["plan", str(file), "--nodes=1", "--gpus_per_node=8"]) == 2
-    assert "fit" in capsys.readouterr().err
 
 
 def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,31 +273,25 @@ def completed(script: Path, *words: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_commands(script: Path) -> None:
-    assert completed(script, "slurm-rlhf", "") == TOP
-    assert completed(script, "slurm-rlhf", "sta") == ["status"]
-
-
-def test_keys(script: Path) -> None:
-    found = completed(script, "slurm-rlhf", "train", "run.toml", "--")
-    assert found == ["--help", *(f"--{name}=" for name in all_keys())]
-    assert completed(script, "slurm-rlhf", "train", "run.toml", "--algo.kl.t") == ["--algo.kl.target="]
-
-
 @pytest.mark.parametrize(
-    "words", [("--sync.backend", "=", "gl"), ("--sync.backend", "gl"), ("--vllm.sync_mode", "=", "dra")]
+    ("words", "offered"),
+    [
+        (("",), TOP),
+        (("sta",), ["status"]),
+        (("train", "run.toml", "--"), ["--help", *(f"--{name}=" for name in all_keys())]),
+        (("train", "run.toml", "--algo.kl.t"), ["--algo.kl.target="]),
+        (("train", "run.toml", "--sync.backend", "=", "gl"), ["gloo"]),
+        (("train", "run.toml", "--sync.backend", "gl"), ["gloo"]),
+        (("train", "run.toml", "--vllm.enforce_eager", "="), ["true", "false"]),
+        (("docs", "tro"), ["trouble"]),
+        (("train", "ru"), []),  # files: bash's own, by -o default
+    ],
+    ids=lambda each: "-".join(each[:4]),
 )
-def test_choices_of_a_key(script: Path, words: tuple[str, ...]) -> None:
-    assert completed(script, "slurm-rlhf", "train", "run.toml", *words) in (["gloo"], ["drain"])
-
-
-def test_an_equals_sign_offers_every_choice(script: Path) -> None:
-    assert completed(script, "slurm-rlhf", "train", "run.toml", "--vllm.enforce_eager", "=") == ["true", "false"]
-
-
-def test_topics_and_files(script: Path) -> None:
-    assert completed(script, "slurm-rlhf", "docs", "tro") == ["trouble"]
-    assert completed(script, "slurm-rlhf", "train", "ru") == []  # files: bash's own, by -o default
+def test_bash_completes_commands_keys_choices_and_topics(
+    script: Path, words: tuple[str, ...], offered: list[str]
+) -> None:
+    assert completed(script, "slurm-rlhf", *words) == offered
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,11 +16,9 @@ from slurm_rlhf.cli.pipeline import script
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.config.pipeline import read_pipeline
 
-COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
-
 
 def call(file: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return run([*COMMAND, "pipeline", str(file), *words], file.parent, {})
+    return run([sys.executable, "-m", "slurm_rlhf.cli", "pipeline", str(file), *words], file.parent, {})
 
 
 def test_a_file_is_read_and_what_is_wrong_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,10 +57,8 @@ def test_what_changes_a_stage_is_what_it_reads(tmp_path: Path) -> None:
     assert [name for name in before if before[name] != after[name]] == ["better"]
     with (tmp_path / "sums.jsonl").open("a") as rows:
         rows.write('{"input": "9+9=", "output": "18"}\n')
-    assert [name for name, value in read_pipeline(file).hashes(keys).items() if value != after[name]] == [
-        "sft",
-        "better",
-    ]
+    more = read_pipeline(file).hashes(keys)
+    assert [name for name in more if more[name] != after[name]] == ["sft", "better"]
 
 
 @pytest.mark.slow

@@ -96,10 +96,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         server.shutdown()
 
 
-ALL = (
-    'actor.model_name_or_path = "me/tiny"\ndata.prompt_dataset = "me/sums"\n'
-    'ds.attn_implementation = "me/attention"\neval.dataset = "me/plain"\n'
-)
+ALL = 'actor.model_name_or_path = "me/tiny"\ndata.prompt_dataset = "me/sums"\n'
+ALL += 'ds.attn_implementation = "me/attention"\neval.dataset = "me/plain"\n'
 
 
 def test_it_downloads_all_that_is_named_and_says_what_to_write(

@@ -232,7 +232,7 @@ def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeyp
     with pytest.raises(PlacementError, match="--gpus-per-node"):  # 20 GPUs are not 8 on each of three nodes
         current_topology(Config(), environ={**seen_here, "SLURM_GPUS": "20"})
     (tmp_path / "details").write_text(DETAILS)
-    with pytest.raises(PlacementError, match="--gpus-per-node"):
+    with pytest.raises(PlacementError, match=r"failed \(exit code 1\): request the GPUs with --gpus-per-node"):
         ask_scontrol(4712, ["gpu001"])
     with pytest.raises(PlacementError, match="gpu009"):
         ask_scontrol(4711, ["gpu009"])

@@ -68,15 +68,11 @@ def test_keys_that_the_explanations_name_are_keys() -> None:
 
 def test_defaults_that_openrlhfs_users_rely_on() -> None:
     """The page about migration says which differ; lambd is 1 in both (0.95 is the paper's)."""
-    config = Config()
+    config, actor = Config(), Config().actor
     assert config.algo.advantage.lambd == 1.0
-    assert (config.actor.learning_rate, config.critic.learning_rate) == (1e-6, 9e-6)
-    assert (config.actor.eps_clip, config.critic.value_clip, config.algo.kl.init_coef) == (0.2, 0.5, 0.01)
-    assert (config.actor.lr_scheduler, config.actor.lr_warmup_ratio, config.actor.lr_min_ratio) == (
-        "constant",
-        0.0,
-        0.1,
-    )
+    assert (actor.learning_rate, config.critic.learning_rate) == (1e-6, 9e-6)
+    assert (actor.eps_clip, config.critic.value_clip, config.algo.kl.init_coef) == (0.2, 0.5, 0.01)
+    assert (actor.lr_scheduler, actor.lr_warmup_ratio, actor.lr_min_ratio) == ("constant", 0.0, 0.1)
 
 
 def test_the_page_about_migration_has_the_table() -> None:

@@ -167,7 +167,7 @@ BROKEN = [
         for penalty in ("overlong_buffer_len=9", "stop_properly_penalty_coef=0.5")
     ),
     *(
-        (f"reward.{penalty} algo.advantage.estimator=max_rl with {GROUPS}", "makes rewards negative ... takes")
+        (f"reward.{penalty} algo.advantage.estimator=max_rl with {GROUPS}", f"= {penalty.partition('=')[2]} makes")
         for penalty in ("length_penalty_coef=0.5", "stop_properly_penalty_coef=-0.5", "normalize_enable=true")
     ),
     # policy losses

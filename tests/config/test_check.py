@@ -170,6 +170,10 @@ def test_every_directory_of_the_run_is_checked_by_its_architecture(config: Confi
     actor.write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
     with pytest.raises(ModelError, match="is a BertForMaskedLM, which is no causal language model"):
         check_stage(config, "sft")
+    actor.write_text('{"architectures": ["Cohere2ForCausalLM"], "sliding_window": 9}')
+    check_stage(config, "sft")  # vLLM samples nothing from it
+    with pytest.raises(ModelError, match=r"vLLM, which samples, disagree by a token: lower data\.max_len = 2048 to 9"):
+        check(config)
 
 
 def test_a_model_that_was_never_compared_is_a_warning_for_whoever_tells_the_user(config: Config) -> None:

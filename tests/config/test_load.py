@@ -256,15 +256,12 @@ def test_every_key_is_in_the_help(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= max(width, 60)
 
 
-def test_an_entry() -> None:
+def test_groups_and_entries_come_with_their_docstring() -> None:
     lines = help_text(["algo"], width=100).splitlines()
     assert lines[0] == "algo.advantage:"
     [entry] = [line for line in lines if "algo.advantage.gamma" in line]
     assert entry.split() == ["--algo.advantage.gamma", "NUMBER", "Discount", "per", "token.", "[1.0]"]
     assert not [line for line in lines if "--train." in line]
-
-
-def test_groups_come_with_their_docstring() -> None:
     assert "timeout: The one table of time-outs, in seconds." in help_text(["timeout"])
 
 

@@ -261,6 +261,7 @@ def test_a_python_script_of_trl_is_read_and_not_run(tmp_path: Path) -> None:
         ),
         ({"beta": "0.0"}, {"algo.kl.init_coef": 0.0, "algo.kl.use_loss": False}),
         ({"generation_batch_size": "64"}, {"rollout.batch_size": 8, "train.batch_size": 8}),
+        ({"generation_batch_size": "'many'"}, {"rollout.batch_size": 128}),  # no number: the default stays
         ({"vllm_importance_sampling_correction": "False"}, {"algo.correction.preset": "none"}),
     ],
 )

@@ -146,6 +146,7 @@ def test_the_text_has_tables_and_failures() -> None:
     assert "1: 0.750 2: 0.833 4: 0.900" in lines[1]
     for title in ("sums, by source:", "other, by tokens of the response:"):
         assert title in lines
+    assert [line.split()[0] for line in lines[lines.index("sums, by source:") + 2 :][:2]] == ["large", "small"]
     assert "sums: 1 of 10 prompts have no correct response, for example" in lines
     assert "    -> 'no idea' (length), score 0, label '1'" in lines
     assert max(map(len, lines)) < 400

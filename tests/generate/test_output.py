@@ -15,8 +15,6 @@ from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.generate.identity import COUNT, FILE, ID, LAST, RowShard, claim, identity_of, merge, shard_here
 from slurm_rlhf.generate.output import MERGED, OUTPUT, OutputFile, OutputLine, line_of
 
-pytestmark = pytest.mark.slow
-
 
 def answer(row: int, sample: int = 0, text: str = "four") -> OutputLine:
     return OutputLine(row, sample, "2+2=", text, "stop", 4, 2, 1.0, 7, 0)
@@ -26,6 +24,7 @@ def rows(path: Path) -> list[tuple[int, int]]:
     return [(line["row"], line["sample"]) for line in map(json.loads, path.read_text().splitlines())]
 
 
+@pytest.mark.slow
 def test_a_torn_last_line_is_cut_wherever_the_kill_came(tmp_path: Path) -> None:
     path = tmp_path / OUTPUT
     whole = b"".join(line_of(answer(row, text="é\u2028\n\ud800")) for row in range(3))

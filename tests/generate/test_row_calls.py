@@ -14,7 +14,7 @@ from waiting import HANG_S, until
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.generate.output import JobProgress
-from slurm_rlhf.generate.rows import Answered, PendingRows, RowCalls
+from slurm_rlhf.generate.rows import Answered, Gone, PendingRows, RowCalls
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling
 
 
@@ -26,7 +26,8 @@ def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
         return asked[-1]
 
     handle: Any = SimpleNamespace(ready=[0], call=call)
-    calls = RowCalls(handle, SimpleNamespace(), 1, 4)  # type: ignore[arg-type]
+    engines: Any = SimpleNamespace(why=lambda engine: "its node is gone")
+    calls = RowCalls(handle, engines, 1, 4)
     prompt = Prompt(7, "1+1=", np.array([3], dtype=np.int32))
     for attempt in range(2):  # the queue sends a row once more
         calls.ask_row(0, prompt, Sampling(n=2))
@@ -34,9 +35,14 @@ def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
         asked[attempt].set_exception(RunError("its engine broke"))
         (news,) = calls.wait(HANG_S)
         assert "its engine broke" in str(getattr(news, "error", None))
+    calls.ask_row(0, prompt, Sampling(n=2))
+    until(lambda: len(asked) > 2, "the call")
+    engines.tell("engine 0 is lost", "", 0)
+    asked[2].set_exception(RunError("its node is gone"))  # no news any more
     loop = calls._episodes._loop
     assert loop is not None
     until(lambda: not asyncio.all_tasks(loop), "the end of the episodes")
+    assert calls.wait(HANG_S) == [Gone(0, "its node is gone")]
     calls.close()
 
 

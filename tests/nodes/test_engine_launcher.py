@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from waiting import until
@@ -23,11 +22,7 @@ from slurm_rlhf.wire import timeouts
 @pytest.fixture
 def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineRanks]:
     """The two engines of this node, of two ranks each, whose processes sleep."""
-
-    def start_child(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(["sleep", "60"])
-
-    monkeypatch.setattr(agent, "start_child", start_child)
+    monkeypatch.setattr(agent, "start_child", lambda *_, **__: subprocess.Popen(["sleep", "60"]))
     ranks = place(Topology.uniform(("here", "there"), 4), [RoleSize("rollout", 2, tp=2, engines=4)])
     made = EngineRanks(tmp_path, ranks, "here", [], {})
     made.start()

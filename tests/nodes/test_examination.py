@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -24,8 +25,8 @@ from slurm_rlhf.cli import preflight
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.nodes import examiner
 from slurm_rlhf.nodes.agent_steps import LocalAgents
-from slurm_rlhf.nodes.examination import Question, examine_nodes
-from slurm_rlhf.nodes.groups import Lineup
+from slurm_rlhf.nodes.examination import Question, _peers, examine_nodes
+from slurm_rlhf.nodes.groups import Figures, Lineup, Outcome, links
 from slurm_rlhf.nodes.interview import Interview, skew
 from slurm_rlhf.nodes.needs import Needs, Wanted, needs_of
 from slurm_rlhf.nodes.node_look import versions
@@ -156,6 +157,25 @@ def test_an_agent_that_does_not_reach_the_conductor_says_so(tmp_path: Path) -> N
     (check,) = report.checks
     assert check.findings[0].nodes == (NODE,)
     assert f"{NODE} cannot reach the conductor at 127.0.0.1:1: Connection refused; it has " in check.findings[0].said
+
+
+def test_a_pair_that_seems_slow_counts_by_the_better_of_two_measurements() -> None:
+    pairs = links(["a", "b", "c", "d"], {})
+    took = {"links": [9.0, 8.0, *[1.0] * 4], "links again": [5.0, 20.0]}
+
+    def measured(lineup: Lineup, *_: object) -> list[Outcome]:
+        seconds = zip(lineup.groups, took[lineup.name], strict=True)
+        return [Outcome(group, (), Figures(0.0, each, each, 1)) for group, each in seconds]
+
+    talk: Any = SimpleNamespace(measure_groups=measured)
+    found = Interview.measure_links(talk, pairs, talk, 1.0)
+    assert [each.figures and each.figures.there_s for each in found] == [5.0, 8.0, *[1.0] * 4]
+
+
+def test_a_node_tries_to_reach_eight_neighbours_on_either_side_and_the_conductors_node() -> None:
+    asked: Any = SimpleNamespace(nodes=[f"n{number}" for number in range(99)], here="n50")
+    met: Any = {node: SimpleNamespace(port=1) for node in asked.nodes}
+    assert {*_peers("n0", asked, met)} == {*asked.nodes[1:9], "n50", *asked.nodes[-8:]}
 
 
 def test_a_clock_is_ahead_by_what_is_certain() -> None:

@@ -67,14 +67,19 @@ def test_an_engine_that_ends_is_reported_and_starts_again_though_its_agent_was_k
 def torchrun(agents: LocalAgents, launcher: AgentLauncher) -> psutil.Process:
     launcher.start("actor", [], ENVIRONMENT)
     agent = psutil.Process(until(lambda: agents.residents, "the agent")[HERE].pid)
-    return until(agent.children, "the torchrun")[0]
+    made = until(agent.children, "the torchrun")[0]
+    until(lambda: made.cmdline() != agent.cmdline(), "its program")  # a fork that is stopped stops its agent, too
+    return made
 
 
 def test_a_role_that_was_ended_on_purpose_is_no_news_and_one_whose_torchrun_dies_is(
     agents: LocalAgents, launcher: AgentLauncher
 ) -> None:
+    launcher.start("rollout", ["--no_such_argument"], ENVIRONMENT)
+    engine_ends(launcher)
     first = torchrun(agents, launcher)
     launcher.end(["actor"], RANKS)
+    assert launcher.engines is not None  # they may start again
     assert not running(first.pid)
     assert launcher.ended() == []
     torchrun(agents, launcher).kill()

@@ -9,17 +9,18 @@ from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cli.commands import Arguments, commands
-from slurm_rlhf.cli.train import _first
+from slurm_rlhf.cli.train import _first, lead_or_follow
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes
-from slurm_rlhf.nodes.mpi.rank import MpiLauncher
+from slurm_rlhf.nodes.mpi.rank import MpiLauncher, lead
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -144,10 +145,23 @@ def test_ranks_that_are_done_are_waited_for() -> None:
     assert said == ["leave", "closed"]
 
 
+def test_a_conductor_that_was_killed_has_the_exit_code_that_a_shell_gives_it() -> None:
+    nobody: Any = SimpleNamespace(broadcast=lambda *_: None)
+    script = "set -- $(cat /proc/$$/stat); [ $6 = $$ ] && kill -9 $$"  # in a session of its own
+    assert lead(nobody, nobody, nobody, HANG_S, ["sh", "-c", script], "") == 128 + 9
+
+
+def test_an_error_of_mpi_is_printed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.cli.train.Communicator", Mock(side_effect=ConfigError("no MPI")))
+    assert lead_or_follow(cast(Any, None), replace(SIX, rank=1)) == ConfigError.exit_code
+    with pytest.raises(ConfigError, match="no MPI"):
+        lead_or_follow(cast(Any, None), SIX)
+
+
 def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stated: list[Any] = []  # what the first of two ranks tells the other
+    stated: list[Any] = []  # by the first of two ranks
     world: Any = SimpleNamespace(broadcast=stated.append)
     start = Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
     arguments = Arguments(commands()["train"], [tmp_path / "no.toml"], [], [], {})

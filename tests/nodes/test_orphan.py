@@ -21,10 +21,12 @@ from slurm_rlhf.cluster.network import unreachable
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
 from slurm_rlhf.nodes import requeue
-from slurm_rlhf.nodes.agent import EngineRanks
+from slurm_rlhf.nodes.agent import Agent, EngineRanks
+from slurm_rlhf.nodes.facts import Orders
 from slurm_rlhf.nodes.requeue import CANCEL, LEAVE, REQUEUE, WAIT, Successor, await_end, decide, mark, successors
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
+from slurm_rlhf.wire.auth import RunKeys
 
 ALIVE = Job("12", "12", "RUNNING", "None", "0:0", "1", "gpu[001-003]", "", "", batch_host="gpu001", requeue="1")
 HEADLESS = replace(ALIVE, nodes="gpu[002-003]")
@@ -177,6 +179,13 @@ def test_only_ranks_that_miss_the_conductor_leave_somebody_behind(
             process.wait()
     assert not engines.running
     assert engines.conductor_gone is expected
+
+
+def test_an_agent_that_has_no_process_leaves_when_it_is_asked(tmp_path: Path) -> None:
+    agent = Agent(Orders(RunKeys.create(tmp_path / "keys").text(), "127.0.0.1", 0, str(tmp_path), 1.0, 20.0), "here")
+    assert not agent._over
+    agent._obey(SimpleNamespace(method="leave", reply=lambda: None))  # type: ignore[arg-type]
+    assert agent._over
 
 
 def test_only_the_first_nodes_with_engines_wait_for_slurmctld(

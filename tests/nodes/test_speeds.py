@@ -121,9 +121,8 @@ def test_two_nodes_have_no_peers_and_are_compared_with_what_their_interfaces_are
 
 
 def test_a_slow_engine_is_named() -> None:
-    names = [f"n{number}" for number in range(1, 5)]
     sizes = [RoleSize("actor", num_nodes=4, num_gpus_per_node=2), RoleSize("rollout", num_nodes=4, engines=4, tp=2)]
-    lineup = role_groups(place(Topology.uniform(names, 4), sizes))
+    lineup = role_groups(place(Topology.uniform(NODES[:4], 4), sizes))
     check = judge_groups(outcomes(lineup, reports(lineup, lambda nodes: FAST / 10 if nodes == {"n3"} else FAST)))
     (finding,) = check.findings
     assert (finding.nodes, finding.avoid) == (("n3",), True)

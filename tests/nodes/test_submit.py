@@ -62,9 +62,6 @@ def test_a_job_asks_for_what_the_configuration_says() -> None:
     assert (asked["slurm_partition"], asked["slurm_account"], asked["slurm_exclusive"]) == ("gpu", "me", True)
     assert asked["slurm_setup"] == ["module load cuda", "source x"]
     assert not {"slurm_qos", "slurm_mem", "slurm_dependency"} & asked.keys()
-    config.cluster.spares = 1
-    more = slurm_parameters(config)["slurm_additional_parameters"]
-    assert (more["nodes"], more["no-kill"]) == (3, True)  # a node that is down would end the job
     config.slurm.time = "10"
     with pytest.raises(ConfigError, match=r"slurm\.signal_lead_s = 600 is all of slurm\.time = 10"):
         slurm_parameters(config)
@@ -125,9 +122,7 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
     assert wanted_nodes(config) == 2  # 4 + 1 + 1 + 8
     config.vllm.num_engines = 2
     assert wanted_nodes(config) == 1  # 4 + 1 + 1 + 2
-    config.slurm.nodes = 5
-    assert slurm_parameters(config)["slurm_additional_parameters"]["nodes"] == 5
-    config.slurm.nodes, config.actor.num_gpus_per_node = 0, 9
+    config.actor.num_gpus_per_node = 9
     with pytest.raises(PlacementError, match=r"actor.num_gpus_per_node = 9"):
         wanted_nodes(config)
 

@@ -78,7 +78,8 @@ def test_submit_asks_for_them_and_the_job_outlives_one() -> None:
         one.slurm.gpus_per_node = 4
     found = [slurm_parameters(one)["slurm_additional_parameters"] for one in (alone, asked)]
     assert found[1]["nodes"] == found[0]["nodes"] + 3
-    assert slurm_parameters(config(1))["slurm_additional_parameters"]["no-kill"] is True
+    for one in (config(1), config(0, spares=1)):
+        assert slurm_parameters(one)["slurm_additional_parameters"]["no-kill"] is True
     asked.slurm.nodes = 5  # a number that the user gives is the whole job's
     assert slurm_parameters(asked)["slurm_additional_parameters"]["nodes"] == 5
 

@@ -48,7 +48,7 @@ def test_floats_come_back_bit_for_bit(value, tmp_path_factory):
 def test_what_json_cannot_hold_is_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
     append_metrics(path, 1, {"a": math.nan, "b": math.inf, "c": np.float32("nan")})
-    rows = whole_lines((tmp_path / "metrics.jsonl").read_text())
+    rows = whole_lines(path.read_text())
     assert [row for _, row in rows] == [{"step": 1, "a": None, "b": None, "c": None}]
 
 

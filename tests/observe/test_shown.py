@@ -115,6 +115,7 @@ def test_plain_lines_are_a_table_with_a_header_now_and_then(capsys):
     assert lines[0] == "run directory runs/x, 45 steps"
     assert [number for number, text in enumerate(lines) if text == header(row(1, 9, METRICS, ""))] == [1, 22, 43]
     assert lines[2].startswith("     1/45   0.512  0.0123 0.750   2210   3.00    1.20")
+    assert lines[2].split()[-1] != "-"  # the time left is known after one step
     assert lines[-1] == "          evaluation 0.8125"
     assert max(map(len, lines)) <= 100
     assert len(lines) == 1 + 3 + 45 + 1

@@ -29,7 +29,7 @@ print("words of before")
 sys.stdout.flush()
 
 def inner():
-    ctypes.PyDLL(None).waitpid(child.pid, None, 0)  # PyDLL keeps the interpreter's lock
+    assert ctypes.PyDLL(None).waitpid(child.pid, None, 0) == child.pid  # PyDLL keeps the interpreter's lock
 
 late = LateStacks()
 child = subprocess.Popen(["sleep", "2"])

@@ -11,13 +11,14 @@ import sqlite3
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from programs import write_program
+from programs import completed, write_program
 from recorded_run import sample
 from waiting import HANG_S
 
@@ -196,10 +197,7 @@ def test_a_process_that_fails_or_dies_is_reported_with_its_log(tmp_path: Path, m
         sink.close(False)
     assert "KeyError" in log.read_text()
     sink = ProcessSink("wandb", log, 60)
-    with (
-        monkeypatch.context() as patch,
-        contextlib.suppress(TrackerFailed),
-    ):  # raised here if the process is dead by now
+    with monkeypatch.context() as patch, contextlib.suppress(TrackerFailed):  # raised here if it is dead by now
         patch.setattr(sys, "executable", _program(tmp_path, "kill -9 $$"))
         sink.open(RUN)
     with pytest.raises(TrackerFailed, match=f"^its process ended with exit code -9; its log is {log}$"):
@@ -217,6 +215,36 @@ def test_a_process_that_fails_or_dies_is_reported_with_its_log(tmp_path: Path, m
     trackers.close(failed=True)
     assert len(stated) == 1
     assert stated[0].startswith("warning: wandb gets nothing more of this run: its process ended with exit code -9")
+
+
+KEEPER = """
+import sys
+from slurm_rlhf.observe import sinks
+
+class Keeper:
+    open = lambda self, run: "opened"
+    close = lambda self, failed: print("closed", failed, file=sys.stderr)
+
+    def metrics(self, step, row):
+        assert "why" not in row, row["why"]
+
+sinks.SINKS["keeper"] = Keeper
+sys.exit(sinks.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "answer", "said"),
+    [
+        (["metrics", 2, {}], "", "closed True\n"),  # the conductor was killed
+        (["close", False], "", "closed False\n"),
+        (["metrics", 2, {"why": "\nno\n"}], '{"failed": "AssertionError: no"}\n', "AssertionError: \nno"),
+    ],
+)
+def test_a_tracker_is_closed_once_and_says_why_it_failed(last: list[Any], answer: str, said: str) -> None:
+    calls = (["open", asdict(RUN)], ["metrics", 1, {}], last)
+    done = completed([sys.executable, "-c", KEEPER, "keeper"], input="".join(json.dumps(call) + "\n" for call in calls))
+    assert (done.stdout, done.stderr[: len(said)]) == ('{"note": "opened"}\n' + answer, said)
 
 
 def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(

@@ -21,7 +21,7 @@ def test_the_user_knows_best() -> None:
     both = size_by_keys("my_own", 48.0)
     assert both is not None
     assert both.name == "my_own of 48 GB"
-    with pytest.raises(ConfigError, match=r"'my_own' is no GPU that is known here.*H100 PCIe, "):
+    with pytest.raises(ConfigError, match=r"train\.gpu: 'my_own' is no GPU that is known here.*H100 PCIe, "):
         size_by_keys("my_own", 0.0)
 
 

@@ -337,10 +337,7 @@ BY_SIZE = {size: dict.fromkeys(ROLES, shape_of(SHAPES[size])) for size in SHAPES
 
 
 def hf_config(**changes: object) -> Config:
-    made = load_config(SBATCH / "ppo_7b.toml", [])
-    for key, value in {"rollout__engine": "hf", "ds__zero_stage": 3, "rollout__hf_max_num_seqs": 8, **changes}.items():
-        put(made, key.replace("__", "."), value)
-    return made
+    return config(**{"rollout__engine": "hf", "ds__zero_stage": 3, "rollout__hf_max_num_seqs": 8, **changes})
 
 
 def test_the_terms_of_a_batch() -> None:
@@ -349,6 +346,7 @@ def test_the_terms_of_a_batch() -> None:
     assert found["gathered parameters"] == 2 * shape.parameters
     assert found["KV cache"] == 8 * 2048 * (28 + 1) * 2 * 4 * 128 * 2  # rows, tokens, layers, keys and values, heads
     assert found["logits"] == 6 * 4 * 8 * 152064
+    assert hf_terms(hf_config(rollout__hf_max_num_seqs=0), shape, whole=True)["logits"] == 6 * 4 * 64 * 152064
     assert hf_terms(made, shape, whole=False)["gathered parameters"] <= found["gathered parameters"]
     assert "gathered parameters" not in hf_terms(hf_config(ds__zero_stage=2), shape, whole=True)
 

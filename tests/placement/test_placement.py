@@ -61,6 +61,8 @@ def test_engines_are_spread_evenly_over_the_nodes_asked_for() -> None:
     assert sorted(len(share.gpus) for share in shares) == [1, 2, 2]
     shares = place(nodes(4, 8), [RoleSize("actor", 4, 6), engines(5)]).roles["rollout"]
     assert [len(share.gpus) for share in shares] == [2, 2, 1]  # as few nodes as hold them
+    alike = place(Topology((Node("a", 8), Node("b", 8), Node("c", 4))), [engines(6, num_nodes=2)])
+    assert [*where(alike, "rollout")] == ["a", "b"]  # and not the smaller one, though it has room
 
 
 def test_colocation_with_a_role_that_does_not_run_is_ignored() -> None:
@@ -264,18 +266,6 @@ def check_sizes(rank_map: RankMap, roles: list[RoleSize]) -> None:
             assert all(share.gpus == tuple(sorted(share.gpus)) for share in shares)
 
 
-def check_slots(rank_map: RankMap, colocate: list[frozenset[str]]) -> None:
-    users: dict[tuple[str, int], set[str]] = {}
-    for role, shares in rank_map.roles.items():
-        for share in shares:
-            assert len(set(share.gpus)) == len(share.gpus)
-            assert set(share.gpus) <= set(range(rank_map.topology.node(share.node).gpus))
-            for gpu in share.gpus:
-                users.setdefault((share.node, gpu), set()).add(role)
-    for roles in users.values():
-        assert len(roles) == 1 or frozenset(roles) in colocate
-
-
 @settings(max_examples=400, deadline=None)
 @given(case=cases(), seed=st.randoms())
 def test_placements(case: Case, seed) -> None:
@@ -290,7 +280,14 @@ def test_placements(case: Case, seed) -> None:
         return
     assert possible
     check_sizes(rank_map, case.roles)
-    check_slots(rank_map, case.colocate)
+    users: dict[tuple[str, int], set[str]] = {}
+    for role, shares in rank_map.roles.items():
+        for share in shares:
+            assert len(set(share.gpus)) == len(share.gpus)
+            assert set(share.gpus) <= set(range(rank_map.topology.node(share.node).gpus))
+            for gpu in share.gpus:
+                users.setdefault((share.node, gpu), set()).add(role)
+    assert all(len(roles) == 1 or frozenset(roles) in case.colocate for roles in users.values())
     rollout = next(size for size in case.roles if size.engines)
     assert [group.engine for group in rank_map.tp_groups] == list(range(rollout.engines))
     for group in rank_map.tp_groups:

@@ -215,9 +215,6 @@ def test_actor_and_reference_on_the_same_gpus() -> None:
     config.train.colocate_actor_ref = True
     roles = layout_here(config, JOB).roles
     assert roles["actor"][0].gpus == roles["reference"][0].gpus == (0, 1)
-    config.ref.num_gpus_per_node = 1
-    with pytest.raises(PlacementError, match="actor and reference are colocated, so they must have the same slots"):
-        layout_here(config, JOB)
 
 
 def test_a_reward_function_has_no_slots_to_share() -> None:
@@ -242,7 +239,9 @@ def test_critic_and_reward_model_on_the_same_gpus() -> None:
     assert layout.roles["critic"][0].gpus == layout.roles["reward"][0].gpus == (1, 2)
     assert "C0+W0" in draw(layout)
     config.reward.num_gpus_per_node = 1
-    with pytest.raises(PlacementError, match=r"critic and reward are colocated.*reward\.num_gpus_per_node = 1"):
+    with pytest.raises(
+        PlacementError, match=r"critic and reward are colocated, so they must.*reward\.num_gpus_per_node = 1"
+    ):
         layout_here(config, JOB)
 
 

@@ -68,7 +68,6 @@ def test_one_response_takes_a_reading_of_the_weights_for_each_token() -> None:
         "--rollout.batch_size=8",
         "--rollout.n_samples_per_prompt=1",
         "--train.batch_size=8",
-        "--rollout.max_new_tokens=1000",
     )
     gpu, shape = find_gpu("h100"), shape_of(SHAPES["7B"])
     assert gpu is not None

@@ -139,7 +139,8 @@ def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
 
 def test_settings_tell_defaults_and_differences_apart() -> None:
     configs = [{"train.seed": seed, "train.max_epochs": epochs} for seed, epochs in ((1, 1), (2, 1), (1, 3))]
-    rows = {row["key"]: row for row in settings([*configs, {"train.gone": True}])}
+    rows = {row["key"]: row for row in settings([*configs, {"train.gone": True, "actor.adam_betas": [0.9, 0.5]}])}
+    assert rows["actor.adam_betas"]["values"] == [None, None, None, "0.9 0.5"]
     assert rows["train.max_epochs"]["values"] == ["1", "1", "3", None]
     assert rows["train.max_epochs"]["changed"]
     assert rows["train.max_epochs"]["about"] == "Passes over the experience of a step."

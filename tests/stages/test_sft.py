@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from stage_runs import VLLM_ON_CPU, metrics, run
 from tiny_models import make_tiny
 from waiting import HANG_S
 
+from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
@@ -27,6 +29,7 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import RefusedRows, load_examples
 from slurm_rlhf.stages.kinds import SftTrainer
 from slurm_rlhf.stages.stage import read_inputs
+from slurm_rlhf.trainer.distributed import World
 
 pytestmark = pytest.mark.slow
 
@@ -188,8 +191,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
 
 
 def test_examples_in_process(job: Path) -> None:
-    tokenizer = Tokenizer.load(job / "model")
-    data = Data(max_len=32)
+    tokenizer, data = Tokenizer.load(job / "model"), Data(max_len=32)
     examples = load_examples(job / "sums.jsonl", tokenizer, data)
     first = examples.experience.select([0])
     assert tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False) == "0+0=0<eos>"
@@ -222,6 +224,18 @@ def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: py
     inputs = read_inputs(config, "sft")
     assert inputs.held_out is not None
     assert (len(inputs.examples), len(inputs.held_out)) == (2, 15)
+
+
+def test_three_ranks_measure_each_example_once(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda _: None)
+    examples = load_examples(job / "sums.jsonl", Tokenizer.load(job / "model"), Data(max_len=32))
+    own: Any = SimpleNamespace(config=Config(), layout=Layout(), backend=SimpleNamespace(module=torch.nn.Linear(1, 1)))
+    own.micro_batches = partial(SftTrainer.micro_batches, own)
+    found = []
+    for rank in range(3):
+        own.world = World(rank, 3, torch.device("cpu"))
+        found.append(SftTrainer.of_all(own, examples, lambda part: torch.from_numpy(part.lengths), of_rows=True))
+    assert sum(found).tolist() == examples.experience.lengths.tolist()
 
 
 def test_only_words_of_the_assistant_count(job: Path) -> None:

@@ -35,11 +35,8 @@ class Ranks:
         os.kill(os.getpid(), signal.SIGUSR1)
 
     def ended(self) -> list[Ended]:
-        return (
-            [Ended("actor", "a", "ended", self.directory)]
-            if self.complete and (self.directory / STOP_FILE).exists()
-            else []
-        )
+        over = self.complete and (self.directory / STOP_FILE).exists()
+        return [Ended("actor", "a", "ended", self.directory)] if over else []
 
     def stop(self, done: bool, grace_s: float) -> None:
         self.done = done

@@ -8,6 +8,7 @@ import random
 import socket
 import stat
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ def test_keys_are_private_and_the_same_after_loading(tmp_path: Path) -> None:
 def test_every_run_has_other_keys_and_replaces_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     first, second = RunKeys.create(path), RunKeys.create(path)
-    assert not set(vars_of(first)) & set(vars_of(second))
+    assert not {*astuple(first)} & {*astuple(second)}
     assert RunKeys.load(path) == second
-
-
-def vars_of(keys: RunKeys) -> list[str]:
-    return [keys.server_public, keys.server_secret, keys.client_public, keys.client_secret]
 
 
 def test_a_link_in_the_files_place_is_replaced_not_followed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +117,12 @@ def test_many_outstanding_calls_are_answered_in_order(team: Team) -> None:
 
 
 def test_calls_from_many_threads(team: Team) -> None:
-    results: list[int] = []
+    def work(offset: int) -> list[int]:
+        return [team.call("echo", rank=offset % 2, n=offset + n)["n"] for n in range(50)]
 
-    def work(offset: int) -> None:
-        results.extend(team.call("echo", rank=offset % 2, n=offset + n)["n"] for n in range(50))
-
-    threads = [threading.Thread(target=work, args=(1000 * k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    assert sorted(results) == sorted(1000 * k + n for k in range(8) for n in range(50))
+    offsets = range(0, 8000, 1000)
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(work, offsets)] == [[*range(offset, offset + 50)] for offset in offsets]
 
 
 def test_events_arrive_in_order_before_the_reply(team: Team) -> None:

@@ -6,6 +6,8 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,13 +49,9 @@ class TeamCalls(Protocol):
 
 
 def serve(client: ControlClient, rank: int) -> None:
-    try:
-        while True:
-            request = client.receive()
-            assert request is not None
+    with suppress(RoleDied):
+        while request := client.receive():
             threading.Thread(target=answer, args=(request, rank), daemon=True).start()
-    except RoleDied:
-        return
 
 
 def answer(request, rank: int) -> None:  # type: ignore[no-untyped-def]
@@ -74,15 +72,12 @@ def answer(request, rank: int) -> None:  # type: ignore[no-untyped-def]
 @pytest.fixture
 def handle(tmp_path: Path) -> Iterator[RoleHandle[TeamCalls]]:
     keys = RunKeys.create(tmp_path / "keys.json")
-    with ControlServer(keys) as server:
+    with ThreadPoolExecutor() as pool, ControlServer(keys) as server:
         clients = [ControlClient(server.endpoint(), keys, "actor", rank, 3) for rank in range(3)]
-        threads = [threading.Thread(target=serve, args=pair) for pair in zip(clients, range(3), strict=True)]
-        for thread in threads:
-            thread.start()
+        for rank, client in enumerate(clients):
+            pool.submit(serve, client, rank)
         server.wait_for("actor", 3, HANG_S)
         yield RoleHandle(server, "actor", 3, Timeout(forward=FORWARD_S, train_step=HANG_S))
-    for thread in threads:
-        thread.join(HANG_S)
     for client in clients:
         client.close()
 
