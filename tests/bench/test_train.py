@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from model_configs import SHAPES
 
 from slurm_rlhf.bench.train import utilisation
 from slurm_rlhf.placement.model_shape import batch_flops, shape_of
 from slurm_rlhf.records import Experience
-
-QWEN = {
-    "model_type": "qwen2",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +22,7 @@ QWEN = {
     ],
 )
 def test_utilisation(gpu: str, dtype: str, peak: float) -> None:
-    shape = shape_of(QWEN)
+    shape = shape_of(SHAPES["7B"])
     responses = np.array([5, 3], dtype=np.int32)
     batch = Experience(
         np.array([2, 2], dtype=np.int32),

@@ -151,6 +151,7 @@ def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
         (ASK, "await llm_engine.generate([1], None, {'image': [1]})", "models see no images here"),
         ("min(4, max_length - len(ids))", "0", "max_tokens = 0: ask for one token at least"),
         ("(self, prompt,", "(self, query,", "unexpected keyword argument 'prompt'"),
+        (ASK, f"sampling_params.temperature = 0.5; {ASK}", "= 0.5; the run samples with rollout.temperature = 0.7"),
     ],
 )
 def test_what_goes_wrong_before_the_first_ask_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -163,12 +164,6 @@ def test_an_ask_behind_other_tokens_is_named(tmp_path: Path) -> None:
     played.begin()
     with pytest.raises(EpisodeError, match=r"do not begin with the \d+ so far: an episode is one sequence"):
         played.turn("3")
-
-
-def test_an_ask_for_other_sampling_is_named(tmp_path: Path) -> None:
-    played = Played(tmp_path, ADDS.replace("output =", "sampling_params.temperature = 0.5; output ="))
-    with pytest.raises(EpisodeError, match=r"temperature = 0.5; the run samples with rollout.temperature = 0.7"):
-        played.begin()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -29,33 +28,20 @@ def test_the_last_whole_code_block_is_the_program(response: str, code: str) -> N
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "tests"),
     [
-        ["assert x"],
-        "assert x",
-        '["assert x"]',
+        *((lines, ["assert x"]) for lines in (["assert x"], "assert x", '["assert x"]')),
+        ([{"input": "1", "output": "2"}], [("1", "2")]),
+        ({"inputs": ["1"], "outputs": ["2"]}, [("1", "2")]),
+        ('{"inputs": ["1"], "outputs": ["2"]}', [("1", "2")]),
     ],
 )
-def test_lines_of_python_are_tests(given: Any) -> None:
-    assert read_tests(given) == ["assert x"]
+def test_lines_of_python_are_tests_and_so_are_inputs_with_their_outputs(given: Any, tests: list[Any]) -> None:
+    assert read_tests(given) == tests
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [{"input": "1", "output": "2"}],
-        {"inputs": ["1"], "outputs": ["2"]},
-        '{"inputs": ["1"], "outputs": ["2"]}',
-    ],
-)
-def test_inputs_with_their_outputs_are_tests(given: Any) -> None:
-    assert read_tests(given) == [("1", "2")]
-
-
-@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], "{}", "-4.2"])
+@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], {}, "-4.2"])
 def test_other_things_are_not(given: Any) -> None:
-    if given == "{}":
-        given = json.loads(given)
     with pytest.raises(RewardError, match=r"expected a text with lines|are a list or a text"):
         read_tests(given)
 
