@@ -106,16 +106,6 @@ def test_an_executor_plays_one_episode_at_a_time_and_then_the_next(tmp_path: Pat
     assert [played.turn("4", number=one).logs["played"] for one in (4, 3)] == [3, 2]
 
 
-def test_an_episode_that_is_given_up_lets_go_of_what_it_holds(tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    held = f"try:\n                {ASK}\n            finally:\n                open({str(left)!r}, 'a').close()"
-    played = Played(tmp_path, ADDS.replace(ASK, held))
-    played.begin()
-    assert not left.exists()
-    played.instances.drop(0)
-    assert left.exists()
-
-
 def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.begin(label="")
@@ -124,20 +114,30 @@ def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tm
     assert (answer.reward, answer.logs["turns"]) == (1.0, 2)
 
 
-def test_one_that_is_given_up_gets_no_tokens_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = "\n            print(output.outputs[0].finish_reason)"
-    played = Played(tmp_path, ADDS.replace(ASK, ASK + shown))
+SHOWN = ASK.join(("try:\n                ", "\n                print(output.outputs[0].finish_reason)"))
+SHOWN += "\n            finally:\n                print('left')"
+
+
+def test_one_that_is_given_up_gets_no_tokens_either_and_lets_go_of_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(tmp_path, ADDS.replace(ASK, SHOWN))
     played.begin()
+    assert capsys.readouterr().out == ""
     played.instances.drop(0)
-    assert capsys.readouterr().out == "length\n"
+    assert capsys.readouterr().out == "length\nleft\n"
 
 
-def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
-    played = Played(tmp_path, ADDS.replace(' or said.finish_reason == "length"', ""))
+def test_one_that_never_returns_then_is_an_error_and_is_cancelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = ADDS.replace(' or said.finish_reason == "length"', "").replace("len(texts) < 3", "True")
+    played = Played(tmp_path, code.replace(ASK, SHOWN))
     played.begin()
     played.turn("3")
     with pytest.raises(EpisodeError, match=r"agent.py: AgentExecutor.execute asks for more after.*env.max_turns"):
         played.end()
+    assert capsys.readouterr().out == "stop\nleft\nlength\nleft\nlength\nleft\nleft\n"
 
 
 @pytest.mark.parametrize(
