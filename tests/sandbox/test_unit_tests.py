@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from waiting import scaled
 
 from slurm_rlhf.errors import RewardError
+from slurm_rlhf.sandbox import box
 from slurm_rlhf.sandbox.box import chosen, code_of, read_tests, share_passed
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -44,6 +46,16 @@ def test_lines_of_python_are_tests_and_so_are_inputs_with_their_outputs(given: A
 def test_other_things_are_not(given: Any) -> None:
     with pytest.raises(RewardError, match=r"expected a text with lines|are a list or a text"):
         read_tests(given)
+
+
+@pytest.mark.parametrize(("tests", "seconds"), [(1, 8.0), (2, 4.0), (4, 2.0), (9, 2.0)])
+def test_each_of_a_few_tests_has_its_part_of_the_time(
+    monkeypatch: pytest.MonkeyPatch, tests: int, seconds: float
+) -> None:
+    orders: list[bytes] = []
+    monkeypatch.setattr(box, "execute", lambda *given: orders.append(given[3]) or box.ProgramEnd("exit", 0, b"10"))
+    assert share_passed(ADD, ["assert add"] * tests, "none", 8.0) == 1 / tests
+    assert json.loads(orders[0])["seconds"] == seconds
 
 
 @pytest.fixture(scope="module")
