@@ -49,11 +49,9 @@ def test_other_things_are_not(given: Any) -> None:
 
 
 @pytest.mark.parametrize(("tests", "seconds"), [(1, 8.0), (2, 4.0), (4, 2.0), (9, 2.0)])
-def test_each_of_a_few_tests_has_its_part_of_the_time(
-    monkeypatch: pytest.MonkeyPatch, tests: int, seconds: float
-) -> None:
+def test_a_few_tests_share_the_time(monkeypatch: pytest.MonkeyPatch, tests: int, seconds: float) -> None:
     orders: list[bytes] = []
-    monkeypatch.setattr(box, "execute", lambda *given: orders.append(given[3]) or box.ProgramEnd("exit", 0, b"10"))
+    monkeypatch.setattr(box, "execute", lambda *given: orders.append(given[3]) or box.ProgramEnd("exit", 0, b"1"))
     assert share_passed(ADD, ["assert add"] * tests, "none", 8.0) == 1 / tests
     assert json.loads(orders[0])["seconds"] == seconds
 
