@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+from model_configs import SHAPES
+from packed_rows import make_experience
 
 from slurm_rlhf.bench.train import utilisation
 from slurm_rlhf.placement.model_shape import batch_flops, shape_of
-from slurm_rlhf.records import Experience
-
-QWEN = {
-    "model_type": "qwen2",
-    "vocab_size": 1000,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.parametrize(
@@ -32,16 +21,10 @@ QWEN = {
     ],
 )
 def test_utilisation(gpu: str, dtype: str, peak: float) -> None:
-    shape = shape_of(QWEN)
-    responses = np.array([5, 3], dtype=np.int32)
-    batch = Experience(
-        np.array([2, 2], dtype=np.int32),
-        responses,
-        np.ones(12, np.int32),
-        np.ones(8, np.bool_),
-        np.zeros(2, np.float32),
-    )
-    found = utilisation(shape, batch, rate=6.0, dtype=dtype, gpu=gpu)  # 12 tokens in two seconds
+    shape = shape_of(SHAPES["7B"])
+    found = utilisation(
+        shape, make_experience([(2, 5), (2, 3)]), rate=6.0, dtype=dtype, gpu=gpu
+    )  # 12 tokens: two seconds
     flops = batch_flops(shape, [7, 5], backward=True, head_tokens=8)
     assert found["tflops"] == pytest.approx(flops / 2 / 1e12)
     if peak:

@@ -43,15 +43,12 @@ def request(prompt_ids: list[int], *stop: str) -> GenerateRequest:
     return GenerateRequest("a", 5, 2, np.array(prompt_ids, dtype=np.int32), Sampling(stop=list(stop)), 1)
 
 
-def decoder(text: str) -> Any:
-    return SimpleNamespace(response_text=lambda prompt_ids, response_ids: text)
-
-
 def test_an_active_request_splits_its_span_where_the_policy_changes() -> None:
     active = ActiveRequest(request([8, 9]))
     for step, version in enumerate([3, 3, 4, 6, 6, 6]):
         active.extend([10 + step], [-0.5 * step], version)
-    done = active.finish("length", decoder("text"), engine=7)
+    decoder: Any = SimpleNamespace(response_text=lambda prompt_ids, response_ids: "text")
+    done = active.finish("length", decoder, engine=7)
     assert done.versions == [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4), VersionSpan(3, 6, 6)]
     assert (done.prompt, done.sample, done.finish_reason, done.text, done.engine) == (5, 2, "length", "text", 7)
     assert done.prompt_ids.tolist() == [8, 9]

@@ -106,16 +106,6 @@ def test_an_executor_plays_one_episode_at_a_time_and_then_the_next(tmp_path: Pat
     assert [played.turn("4", number=one).logs["played"] for one in (4, 3)] == [3, 2]
 
 
-def test_an_episode_that_is_given_up_lets_go_of_what_it_holds(tmp_path: Path) -> None:
-    left = tmp_path / "left"
-    held = f"try:\n                {ASK}\n            finally:\n                open({str(left)!r}, 'a').close()"
-    played = Played(tmp_path, ADDS.replace(ASK, held))
-    played.begin()
-    assert not left.exists()
-    played.instances.drop(0)
-    assert left.exists()
-
-
 def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tmp_path: Path) -> None:
     played = Played(tmp_path)
     played.begin(label="")
@@ -124,20 +114,30 @@ def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tm
     assert (answer.reward, answer.logs["turns"]) == (1.0, 2)
 
 
-def test_one_that_is_given_up_gets_no_tokens_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = "\n            print(output.outputs[0].finish_reason)"
-    played = Played(tmp_path, ADDS.replace(ASK, ASK + shown))
+SHOWN = ASK.join(("try:\n                ", "\n                print(output.outputs[0].finish_reason)"))
+SHOWN += "\n            finally:\n                print('left')"
+
+
+def test_one_that_is_given_up_gets_no_tokens_either_and_lets_go_of_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(tmp_path, ADDS.replace(ASK, SHOWN))
     played.begin()
+    assert capsys.readouterr().out == ""
     played.instances.drop(0)
-    assert capsys.readouterr().out == "length\n"
+    assert capsys.readouterr().out == "length\nleft\n"
 
 
-def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
-    played = Played(tmp_path, ADDS.replace(' or said.finish_reason == "length"', ""))
+def test_one_that_never_returns_then_is_an_error_and_is_cancelled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = ADDS.replace(' or said.finish_reason == "length"', "").replace("len(texts) < 3", "True")
+    played = Played(tmp_path, code.replace(ASK, SHOWN))
     played.begin()
     played.turn("3")
     with pytest.raises(EpisodeError, match=r"agent.py: AgentExecutor.execute asks for more after.*env.max_turns"):
         played.end()
+    assert capsys.readouterr().out == "stop\nleft\nlength\nleft\nlength\nleft\nleft\n"
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,7 @@ def test_one_that_never_returns_then_is_an_error(tmp_path: Path) -> None:
         (ASK, "await llm_engine.generate([1], None, {'image': [1]})", "models see no images here"),
         ("min(4, max_length - len(ids))", "0", "max_tokens = 0: ask for one token at least"),
         ("(self, prompt,", "(self, query,", "unexpected keyword argument 'prompt'"),
+        (ASK, f"sampling_params.temperature = 0.5; {ASK}", "= 0.5; the run samples with rollout.temperature = 0.7"),
     ],
 )
 def test_what_goes_wrong_before_the_first_ask_is_named(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -163,12 +164,6 @@ def test_an_ask_behind_other_tokens_is_named(tmp_path: Path) -> None:
     played.begin()
     with pytest.raises(EpisodeError, match=r"do not begin with the \d+ so far: an episode is one sequence"):
         played.turn("3")
-
-
-def test_an_ask_for_other_sampling_is_named(tmp_path: Path) -> None:
-    played = Played(tmp_path, ADDS.replace("output =", "sampling_params.temperature = 0.5; output ="))
-    with pytest.raises(EpisodeError, match=r"temperature = 0.5; the run samples with rollout.temperature = 0.7"):
-        played.begin()
 
 
 @pytest.mark.parametrize(

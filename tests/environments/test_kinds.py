@@ -325,6 +325,7 @@ def test_columns_that_a_row_must_have_are_reported(tmp_path: Path) -> None:
         (TEXT, '"no", "1", False', "returned '1'; expected a finite number"),
         (TEXT, '"no", [1], False', r"returned \[1\]; expected a finite number"),
         (TEXT, "None, 1, False", "step returned None; expected a string"),
+        (TEXT, '[{"role": "user", "content": "a"}, "b"], 1, False', "expected a string or a list of messages"),
         (TOOLS.replace('columns.get("hint")', "3"), "", "reset returned 3; expected a string, .* or None"),
         (AGENT.replace('"scores": 0.5', '"environment_images": ["a"]'), "", "expected text: models see no images here"),
         (AGENT.replace('"rewards": One()', '"reward": 1'), "", "step returned {.*; expected a dict with 'rewards'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sampled_responses import response
 
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
@@ -24,7 +25,7 @@ from slurm_rlhf.eval.verdicts import (
     shares_line,
     warnings,
 )
-from slurm_rlhf.records import LOST, REPETITION, Experience, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import LENGTH, LOST, REPETITION, STOP, Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.scored import Rewards
 from slurm_rlhf.run.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.run.step_metrics import agreement_metrics, sample_metrics
@@ -167,13 +168,8 @@ def test_rewards_that_are_no_numbers_are_an_error() -> None:
 def a_batch(rewards: list[float]) -> tuple[list[Trajectory], Experience]:
     """Two responses of one token to each prompt; every second one was cut off."""
     ids, span = np.array([3], np.int32), [VersionSpan(0, 1, 0)]
-    found = [
-        Trajectory(
-            *(row // 2, row % 2, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_)),
-            *(["stop", "length"][row % 2], "", span),
-        )
-        for row in range(len(rewards))
-    ]
+    how = [(0, 1, ids, STOP, span), (1, 1, ids, LENGTH, span)]
+    found = [response(row // 2, "", *how[row % 2]) for row in range(len(rewards))]
     exp = pack(found, rewards)
     exp.columns["logprobs"] = exp.columns["rollout_logprobs"]
     return found, exp

@@ -15,7 +15,7 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.processes import exit_text
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.nodes.launcher import Ended
@@ -225,6 +225,15 @@ def test_an_engine_that_stands_still_is_ended_and_started_again_and_its_silence_
     until(lambda: stopped[0].poll() == -signal.SIGKILL)
     bench.until_back(0, 2)
     assert bench.supervisor.failure is None
+
+
+def test_an_engine_without_memory_is_started_again_and_what_else_it_raises_ends_the_run(bench: Bench) -> None:
+    bench.begin()
+    failed = "generate failed on rollout rank 2"
+    assert not bench.engines.goes_on_without(1, RemoteError(f"{failed}: ValueError: no"))
+    assert bench.engines.goes_on_without(1, RemoteError(f"{failed}: OutOfMemoryError: CUDA out of memory"))
+    assert list(bench.lost) == [1]
+    bench.until_back(1, 2)
 
 
 def test_no_engine_starts_on_a_node_that_the_run_has_given_up(bench: Bench) -> None:

@@ -182,7 +182,8 @@ def test_responses_are_those_of_plain_transformers_whichever_rank_samples_them(
 def test_what_is_dropped_ends_within_a_token(actor: RoleHandle[Any]) -> None:
     long = batch(prompts(3), Sampling(max_new_tokens=LONGEST, temperature=2.0))
     calls = [call for _ in range(3) for call in actor.start_all(ActorCalls.generate, long)]
-    wait_for_token(actor, 5)
+    tokens = re.compile(r"token (\d+)")
+    until(lambda: max(map(int, tokens.findall(" ".join(actor.phases().values()))), default=0) >= 5, "token 5")
     gather(actor.start_all(ActorCalls.drop))
     assert all(call.done() for call in calls)  # the later ones too, which had not begun
     assert all(not answer.found for answer in gather(calls))
@@ -214,11 +215,3 @@ def test_a_rank_that_stops_in_the_middle_of_a_response_is_named_within_seconds(
     assert "actor rank 0 on" not in stated.partition("First to give up")[0]
     assert "actor rank 2 on" not in stated.partition("First to give up")[0]
     assert f"timeout.collective = {COLLECTIVE_S:g} s" in stated
-
-
-def wait_for_token(actor: RoleHandle[Any], token: int) -> None:
-    def reached() -> int:
-        found = re.findall(r"token (\d+)", " ".join(actor.phases().values()))
-        return max(map(int, found), default=0)
-
-    until(lambda: reached() >= token, f"token {token}")

@@ -32,10 +32,6 @@ pytestmark = pytest.mark.slow
 Answer = Callable[[Any, dict[str, Any]], None]
 
 
-def lengths(body: dict[str, Any]) -> dict[str, Any]:
-    return {"rewards": [len(q) - len(p) for q, p in zip(body["query"], body["prompts"], strict=True)]}
-
-
 def say(request: Any, status: int, text: bytes, length: int | None = None, **headers: str) -> None:
     request.send_response(status)
     for name, value in {"Content-Length": str(len(text) if length is None else length), **headers}.items():
@@ -45,7 +41,8 @@ def say(request: Any, status: int, text: bytes, length: int | None = None, **hea
 
 
 def good(request: Any, body: dict[str, Any]) -> None:
-    say(request, 200, json.dumps(lengths(body)).encode())
+    rewards = [len(query) - len(prompt) for query, prompt in zip(body["query"], body["prompts"], strict=True)]
+    say(request, 200, json.dumps({"rewards": rewards}).encode())
 
 
 def reset(request: Any, body: dict[str, Any]) -> None:
@@ -233,11 +230,9 @@ def test_closing_ends_what_waits() -> None:
             asked.result(HANG_S)
 
 
-def said(status: int, found: Any) -> Answer:
-    return lambda request, body: say(request, status, json.dumps(found).encode())
-
-
-@pytest.mark.parametrize("answer", [said(422, {"kind": "late", "error": "slow"}), WRONG["nan"][0]])
+@pytest.mark.parametrize(
+    "answer", [lambda request, body: say(request, 422, b'{"kind": "late", "error": "slow"}'), WRONG["nan"][0]]
+)
 def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
     def one(request: Any, body: dict[str, Any]) -> None:
         (answer if "bad" in "".join(body["query"]) else good)(request, body)

@@ -16,6 +16,7 @@ from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run.conductor import Conductor
 from slurm_rlhf.run.run_state import RunState
+from slurm_rlhf.run_directory import RunDirectory
 
 
 def model(path: Path, weights: bytes) -> Path:
@@ -58,6 +59,14 @@ def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Pa
     (tmp_path / "a" / "config.json").write_text('{"rope_theta": 1}')
     with pytest.raises(ConfigError, match="holds another model"):
         refuse_other_model(first, {str(tmp_path / "a"): model_contents(tmp_path / "a")})
+
+
+def test_resume_never_overwrites_no_run(tmp_path: Path) -> None:
+    run: Any = SimpleNamespace(config=Config(resume="never"), directory=RunDirectory(tmp_path))
+    assert Conductor._resume(run, None) == (RunState(seed=run.config.train.seed), None, True)  # type: ignore[arg-type]
+    run.directory.metrics.touch()
+    with pytest.raises(ConfigError, match=rf"{tmp_path} holds a run already and --resume never would overwrite it\."):
+        Conductor._resume(run, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

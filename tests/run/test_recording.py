@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -211,7 +212,7 @@ def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = reporting(tmp_path, tensorboard=False)  # slurm.signal_lead_s = 600
-    run.saved(1, 290, 290)
+    run.saved(1, 300, 300)
     assert "warning" not in capsys.readouterr().out
     run.saved(2, 310, 310)  # a step may be under way when the signal comes
     said = capsys.readouterr().out
@@ -296,6 +297,13 @@ def test_the_summary_says_how_far_a_start_is_until_the_steps_begin(tmp_path: Pat
     run.note("warning: something")
     assert "starting" not in json.loads(summary.read_text())
     assert read_run_status(tmp_path / "metrics.jsonl", summary).starting == ""
+    run._progress = shown = mock.Mock()
+    for phase in ("rollout", "update"):
+        run.phase(phase)
+        run.answered(3, 40)
+    batch = Config().rollout.batch_size * Config().rollout.n_samples_per_prompt
+    phases = mock.call.phase("rollout", batch), mock.call.phase("update", 0)
+    assert shown.mock_calls == [phases[0], mock.call.answered(3, 40), phases[1], mock.call.answered(3, 40)]
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])

@@ -39,7 +39,11 @@ def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, mos
 
 def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
     config = inputs_of(tmp_path, 1)
+    with open(config.data.prompt_dataset, "a") as file:
+        file.write('{"input": "123456"}\n')
+    config.data.max_len, config.rollout.max_new_tokens = 9, 5
     notes: list[str] = []
     Inputs.read(config, notes.append).close()
+    assert "data.prompt_dataset: 1 prompts longer than 4 tokens were dropped" in notes
     assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
     assert notes[0].startswith("warning: actor.model_name_or_path: ")

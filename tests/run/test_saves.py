@@ -236,10 +236,16 @@ def scores(tmp_path: Path) -> list[tuple[int, float]]:
     return [(row["step"], row[METRIC]) for row in rows(tmp_path)]
 
 
-def test_the_best_is_kept_with_the_newest(tmp_path: Path, run: Callable[..., TrainingLoop]) -> None:
+def test_the_best_is_kept_with_the_newest(
+    tmp_path: Path, run: Callable[..., TrainingLoop], capsys: pytest.CaptureFixture[str]
+) -> None:
     loop = run()
     loop.run()
     loop.reporting.finished()
+    said = capsys.readouterr().out
+    assert "evaluation before training, mean score: sums 0.5000 [0.5000, 0.5000]" in said
+    assert "evaluation, mean score: 0.5000 before, 0.5000 after" in said
+    assert f"best checkpoint by {METRIC}: 0.7500 at step 2, {tmp_path}/checkpoints/step_000002\n" in said
     assert scores(tmp_path) == [(step, CURVE[step]) for step in range(1, STEPS + 1)]
     assert kept(tmp_path) == ["step_000002", "step_000006"]  # ckpt.max_num = 1
     best = {"metric": METRIC, "value": 0.75, "step": 2}
@@ -308,6 +314,8 @@ def test_a_best_of_another_metric_or_without_a_checkpoint_is_reported_and_droppe
     state = asdict(Best("eval", 0.5, 10))
     assert resumed(state, "eval", True) == (Best("eval", 0.5, 10), "")
     assert resumed(None, "eval", False) == (None, "")
+    with pytest.raises(CheckpointError, match=r"run state has \['seed'\], .*; resume with the version that wrote it"):
+        RunState.from_json({"seed": 1})
     assert resumed(state, "", True) == (None, "")
     gone, stated = resumed(state, "eval", False)
     assert gone is None

@@ -131,7 +131,7 @@ def test_turns_become_one_trajectory(tmp_path: Path, plain: Tokenizer) -> None:
     assert (whole.reward, whole.turns, whole.finish_reason) == (1.25, 2, STOP)
     assert (whole.prompt, whole.sample, whole.engine, whole.key) == (7, 1, 2, "k")
     own = whole.response_ids[whole.action_mask]
-    assert whole.digests == [digest(own[:2]), digest(own[2:])]  # of the tokens as the engines sampled them
+    assert whole.digests == [digest(own[:2]), digest(own[2:])]  # as the engines made them
     (item,) = items_of([Prompt(7, "2+2=", whole.prompt_ids, None, {"input": "2+2=", **row}, "input")], [whole])
     assert (item["messages"], item["version"]) == ([{"role": "user", "content": "2+2="}], 3)
     assert [(one["role"], one["content"]) for one in item["dialogue"]] == [

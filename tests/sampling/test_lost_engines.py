@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import pytest
 from group_engines import IDS, SAMPLING, Engines, Streamed, limits, places
+from sampled_responses import response
 from waiting import HANG_S, until
 
-from slurm_rlhf.errors import RoleDied
-from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.errors import EpisodeError, RoleDied
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler, Waves
 
@@ -114,6 +115,32 @@ def test_a_turn_asked_for_when_its_engine_is_known_to_be_lost_goes_to_another() 
     until(lambda: owners(engines, 0) == [0, 1, 2, 3])
     batch.finish_all()
     assert batch.result() == [(prompt, sample, 0) for prompt in range(4) for sample in (0, 1)]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_episodes_that_are_lost_before_their_first_turn_take_no_engines_room(deterministic: bool) -> None:
+    dropped: list[Lost] = []
+
+    class Lost:
+        def __init__(self, prompt: Prompt, sampling: Sampling, sample: int) -> None:
+            self.whole = response(prompt.index, sample=sample)
+
+        async def start(self) -> Trajectory:
+            return self.whole
+
+        def drop(self) -> None:
+            dropped.append(self)
+
+    class Broken(Lost):
+        async def start(self) -> Trajectory:
+            raise EpisodeError("8 of 8 episodes are lost")
+
+    batch = Batch(Engines(), 40, deterministic, play=Lost)
+    until(batch.done, "the last episode")
+    assert [(prompt, sample) for prompt, sample, _ in batch.result()] == [(p, s) for p in range(40) for s in (0, 1)]
+    assert len(dropped) == 80
+    with pytest.raises(EpisodeError, match="8 of 8 episodes are lost"):
+        Batch(Engines(), 4, deterministic, play=Broken).result()
 
 
 class Pool:

@@ -28,6 +28,8 @@ def test_an_idle_engine_takes_the_row_that_another_has_had_for_long_and_the_firs
     assert queue.take(1, limit) is None  # nobody is late yet
     assert queue.take(1, limit + 0.5) == 0
     assert queue.take(1, limit + 9.0) is None  # it has something to do now
+    assert queue.fail(0, 0) == (False, False)  # the other one may answer it
+    assert queue.fail(0, 0) == (False, False)  # and it has it no more
     assert queue.finish(1, 0, limit + 10.0)
     assert not queue.finish(0, 0, limit + 11.0)
     assert queue.unfinished == 2

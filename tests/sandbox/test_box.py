@@ -55,6 +55,12 @@ def test_a_kind_that_the_node_lacks_is_refused_with_its_reason(monkeypatch: pyte
         box.chosen("apptainer")
 
 
+def test_threads_of_the_user_count_where_the_kernel_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = os.getuid()
+    monkeypatch.setattr(box, "_processes", lambda: [(mine, 1, 3, 0), (mine + 1, 2, 5, 0), (mine, 2, 4, 0)])
+    assert [box._counted_too("landlock", own_user) for own_user in (False, True)] == [7, 0]
+
+
 @pytest.mark.parametrize(
     ("output", "said"), [(b"42\n", ""), (b"bwrap\nno namespaces\n\n", "no namespaces"), (b"", "ended with 1 (exit)")]
 )

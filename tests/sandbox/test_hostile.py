@@ -75,19 +75,11 @@ def programs(count: int, at: Targets, seed: int = 0) -> list[Hostile]:
     A program that runs to a limit takes ten times as long as others.
     """
     rng = random.Random(seed)
-    variants = list(quick_variants(at))
+    variants = [*readers(at), *writers(at), *callers(at), *killers(at), *climbers(at)]
     found = [*greedy()]
     while len(found) < count:
         found += rng.sample(variants, len(variants))
     return rng.sample(found[:count], count)
-
-
-def quick_variants(at: Targets) -> Iterator[Hostile]:
-    yield from readers(at)
-    yield from writers(at)
-    yield from callers(at)
-    yield from killers(at)
-    yield from climbers(at)
 
 
 def greedy() -> Iterator[Hostile]:
@@ -323,19 +315,6 @@ def _known(kind: str, hostile: Hostile) -> bool:
     return kind == "landlock" and hostile.family == "full disk" and "f%d" in hostile.code
 
 
-def check(kind: str, count: int, targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why := problem(kind):
-        pytest.skip(f"no {kind} here: {why}")
-    boxes = tmp_path / "boxes"
-    boxes.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(boxes))
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        wrong = [each for found in pool.map(lambda one: escapes(kind, one), programs(count, targets)) for each in found]
-    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:20])
-    until(lambda: not left_over(str(boxes)), "the end of all processes")
-    assert not list(boxes.iterdir())
-
-
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
@@ -348,4 +327,13 @@ def check(kind: str, count: int, targets: Targets, tmp_path: Path, monkeypatch: 
 def test_no_hostile_program_escapes(
     kind: str, count: int, targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(kind, count, targets, tmp_path, monkeypatch)
+    if why := problem(kind):
+        pytest.skip(f"no {kind} here: {why}")
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(boxes))
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        wrong = [each for found in pool.map(lambda one: escapes(kind, one), programs(count, targets)) for each in found]
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:20])
+    until(lambda: not left_over(str(boxes)), "the end of all processes")
+    assert not list(boxes.iterdir())

@@ -9,6 +9,7 @@ import pytest
 from waiting import scaled
 
 from slurm_rlhf.errors import RewardError
+from slurm_rlhf.sandbox import box
 from slurm_rlhf.sandbox.box import chosen, code_of, read_tests, share_passed
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -29,35 +30,30 @@ def test_the_last_whole_code_block_is_the_program(response: str, code: str) -> N
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "tests"),
     [
-        ["assert x"],
-        "assert x",
-        '["assert x"]',
+        *((lines, ["assert x"]) for lines in (["assert x"], "assert x", '["assert x"]')),
+        ([{"input": "1", "output": "2"}], [("1", "2")]),
+        ({"inputs": ["1"], "outputs": ["2"]}, [("1", "2")]),
+        ('{"inputs": ["1"], "outputs": ["2"]}', [("1", "2")]),
     ],
 )
-def test_lines_of_python_are_tests(given: Any) -> None:
-    assert read_tests(given) == ["assert x"]
+def test_lines_of_python_are_tests_and_so_are_inputs_with_their_outputs(given: Any, tests: list[Any]) -> None:
+    assert read_tests(given) == tests
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [{"input": "1", "output": "2"}],
-        {"inputs": ["1"], "outputs": ["2"]},
-        '{"inputs": ["1"], "outputs": ["2"]}',
-    ],
-)
-def test_inputs_with_their_outputs_are_tests(given: Any) -> None:
-    assert read_tests(given) == [("1", "2")]
-
-
-@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], "{}", "-4.2"])
+@pytest.mark.parametrize("given", [None, [], 3, {"inputs": ["1"], "outputs": []}, [{"input": "1"}], [4], {}, "-4.2"])
 def test_other_things_are_not(given: Any) -> None:
-    if given == "{}":
-        given = json.loads(given)
     with pytest.raises(RewardError, match=r"expected a text with lines|are a list or a text"):
         read_tests(given)
+
+
+@pytest.mark.parametrize(("tests", "seconds"), [(1, 8.0), (2, 4.0), (4, 2.0), (9, 2.0)])
+def test_a_few_tests_share_the_time(monkeypatch: pytest.MonkeyPatch, tests: int, seconds: float) -> None:
+    orders: list[bytes] = []
+    monkeypatch.setattr(box, "execute", lambda *given: orders.append(given[3]) or box.ProgramEnd("exit", 0, b"1"))
+    assert share_passed(ADD, ["assert add"] * tests, "none", 8.0) == 1 / tests
+    assert json.loads(orders[0])["seconds"] == seconds
 
 
 @pytest.fixture(scope="module")

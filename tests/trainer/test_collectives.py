@@ -229,8 +229,6 @@ def test_gradients_travel_once_a_step_or_behind_each_backward_pass(
     precision = {"fp32": "float32", "bf16": "bfloat16"}[wanted]
     collective = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
     assert sums == [[collective, whole, precision]] * (MICROS if stage >= 2 else 1)
-    width = {"fp32": 4, "bf16": 2}[wanted]
-    assert sum(call[1] for call in sums) * width == whole * width * (MICROS if stage >= 2 else 1)
     assert answers[0][name(case)]["overlapped"] == (stage > 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.trainer._torch import bare_copy
 from slurm_rlhf.trainer.batch import collate
 from slurm_rlhf.trainer.forward_fixes import take_liger_kernels
 from slurm_rlhf.trainer.models import PolicyModule, load_policy
@@ -60,6 +61,12 @@ def test_compiled_layers_compute_the_same(
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs[1] == graphs[-1], f"other lengths are compiled anew: {graphs}"
+
+
+def test_a_copy_without_hooks_computes_with_its_own_parameters_where_a_layer_was_given_another_forward() -> None:
+    layer, zeros = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.zeros(2, 2))
+    layer.forward = MethodType(lambda self, given: given @ self.weight, layer)  # type: ignore[method-assign]
+    assert bare_copy(torch.nn.Sequential(layer), {layer.weight: zeros})(torch.ones(2)).tolist() == [0, 0]
 
 
 def test_liger_takes_the_models_that_it_knows_and_leaves_the_losses(monkeypatch: pytest.MonkeyPatch) -> None:

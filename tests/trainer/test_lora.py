@@ -16,7 +16,7 @@ from torch.func import functional_call
 from training_ranks import make_config, make_experience, train
 
 from slurm_rlhf.algorithms.lora import is_adapter
-from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import CheckpointError, ModelError
 from slurm_rlhf.trainer.export import export
 from slurm_rlhf.trainer.lora import adapted_layers, attach, base_model
@@ -26,26 +26,15 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", 
 RANK, ALPHA = 3, 6.0
 
 
-def adapted(model: Any, targets: tuple[str, ...] = ("all-linear",)) -> Any:
-    """`model` with adapters whose B is not zero."""
-    attach(model, RANK, ALPHA, [*targets], seed=5)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for layer in adapted_layers(model).values():
-            layer.lora_B.weight.copy_(0.1 * torch.randn(layer.lora_B.weight.shape, generator=generator))
-    return model
-
-
-def numbers(model: Any) -> dict[str, torch.Tensor]:
-    """A model's parameters in float64, the adapters as leaves of a graph."""
-    named = {name: p.detach().double() for name, p in model.named_parameters()}
-    return {name: value.requires_grad_() if is_adapter(name) else value for name, value in named.items()}
-
-
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_gradients_are_those_of_w_plus_b_a_in_float64(tmp_path: Path, arch: str) -> None:
     policy = load_policy(make_model(tmp_path / "model", arch), Ds(param_dtype="fp32"), 64, max_len=64)
-    model, plain = adapted(policy.model), load_policy(tmp_path / "model", Ds(param_dtype="fp32"), 64, max_len=64).model
+    model, plain = policy.model, load_policy(tmp_path / "model", Ds(param_dtype="fp32"), 64, max_len=64).model
+    attach(model, RANK, ALPHA, ["all-linear"], seed=5)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for layer in adapted_layers(model).values():  # B is not zero
+            layer.lora_B.weight.copy_(0.1 * torch.randn(layer.lora_B.weight.shape, generator=generator))
     ids = torch.arange(3, 23)[None]
     weights = torch.linspace(-1, 1, 19, dtype=torch.float64)
 
@@ -56,7 +45,7 @@ def test_gradients_are_those_of_w_plus_b_a_in_float64(tmp_path: Path, arch: str)
     ours = loss(model(input_ids=ids, use_cache=False).logits)
     ours.backward()
 
-    leaves = numbers(model)
+    leaves = {name: p.detach().double().requires_grad_(is_adapter(name)) for name, p in model.named_parameters()}
     merged = {name: value for name, value in leaves.items() if not is_adapter(name)}
     for name in adapted_layers(model):
         a, b = (leaves[f"{name}.lora_{side}.weight"] for side in "AB")
@@ -99,13 +88,6 @@ def test_what_has_no_adapters_is_named(tmp_path: Path, arch: str, targets: list[
         attach(model, 2, 1.0, targets)
 
 
-def made(path: Path, **ds: Any) -> Config:
-    config = make_config(path, **ds)
-    config.lora.rank, config.lora.alpha = RANK, ALPHA
-    config.actor.learning_rate = 1e-2
-    return config
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("ds", [{"zero_stage": 0}, {"zero_stage": 3, "param_dtype": "bf16"}], ids=["plain", "zero3"])
@@ -116,7 +98,8 @@ def test_the_policy_learns_and_the_base_stays(
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
     base = make_tiny(tmp_path / "model")
-    config = made(base, **ds)
+    config = make_config(base, **ds)
+    config.lora.rank, config.lora.alpha, config.actor.learning_rate = RANK, ALPHA, 1e-2
     config.train.full_determinism, config.actor.gradient_checkpointing_enable = False, True
     monkeypatch.setenv("LOCAL_RANK", "0")  # DeepSpeed reads it
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)  # ZeRO-3 leaves its own there

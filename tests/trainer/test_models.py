@@ -322,11 +322,13 @@ def test_longrope_has_ratio_one_at_learning_rate_0_alone_and_among_longer_mates(
 
 def test_rotary_embeddings_that_cannot_be_fixed_are_refused(tmp_path: Path) -> None:
     dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    path = make_model(tmp_path / "dynamic", "llama", max_position_embeddings=MAX_LEN, rope_parameters=dynamic)
-    policy = load_policy(path, FP32, 7, max_len=MAX_LEN)
-    assert float((ours(policy).double() - plain(path, RAGGED)).abs().max()) < 1e-5
-    with pytest.raises(ModelError, match=r"lower data\.max_len = 65 to 64"):
-        load_policy(path, FP32, 7, max_len=MAX_LEN + 1)
+    by_layer = {"full_attention": dynamic, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    for arch, rope in (("llama", dynamic), ("gemma3_text", by_layer)):
+        path = make_model(tmp_path / arch, arch, max_position_embeddings=MAX_LEN, rope_parameters=rope)
+        policy = load_policy(path, FP32, 7, max_len=MAX_LEN)
+        assert float((ours(policy).double() - plain(path, RAGGED)).abs().max()) < 1e-5
+        with pytest.raises(ModelError, match=r"lower data\.max_len = 65 to 64"):
+            load_policy(path, FP32, 7, max_len=MAX_LEN + 1)
 
     path = make_model(tmp_path / "longrope", "phi3")
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]

@@ -22,7 +22,7 @@ from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.layout import Layout
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.roles import layout_of
-from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import Experience
 
@@ -44,17 +44,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 SIZES_OF = {"plain": [2, 4], "zero3": [2, 4], "window": [4], "value": [4]}
 """Case -> how many ranks compute a row together, where it is not two; there are four in all."""
-
-
-def config_of(case: dict[str, Any], models: Path, size: int) -> Config:
-    config = make_config(models / case["model"], ulysses_size=size, zero_stage=0)
-    config.train.full_determinism = False
-    for key, value in case.items():
-        if key != "model":
-            put(config, key, value)
-    config.reward.model_name_or_path = str(models / "reward")
-    config.train.logprob_chunk_tokens = 64
-    return config
 
 
 def batch() -> Experience:
@@ -89,7 +78,13 @@ def compute(name: str, models: Path, size: int) -> dict[str, Any]:
     from slurm_rlhf.trainer.trainers import PolicyTrainer, ValueTrainer
 
     case, exp = CASES[name], batch()
-    config = config_of(case, models, size)
+    config = make_config(models / case["model"], ulysses_size=size, zero_stage=0)
+    config.train.full_determinism = False
+    for key, value in case.items():
+        if key != "model":
+            put(config, key, value)
+    config.reward.model_name_or_path = str(models / "reward")
+    config.train.logprob_chunk_tokens = 64
     trainer = (ValueTrainer if case["model"] == "reward" else PolicyTrainer)(config, 10)
     everything = [list(range(len(exp)))]
     found: dict[str, Any] = {}

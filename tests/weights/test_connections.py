@@ -40,20 +40,15 @@ def planned(shape: str, engines: int, zero: int = 3) -> SyncPlan:
     return make_plan([["p", [4000, 256], "bf16"]], 1 << 19, TransferLayout(tuple(actors), tuple(nodes), zero), 1 << 12)
 
 
-def connections(plan: SyncPlan) -> int:
-    """The pairs that exchange chunks over a wire, and rank 0's with all others."""
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_owner_is_connected_to_one_rank_of_each_node(shape: str) -> None:
+    """Connected are rank 0 and all others, and the pairs that exchange chunks over a wire."""
+    plan = planned(shape, 64)
     pairs = {(0, rank) for rank in range(1, plan.layout.world)}
     for rank in range(plan.layout.world):
         node = plan.layout.node(rank)
         pairs |= {tuple(sorted((rank, peer))) for peer in partners(plan, rank) if plan.layout.node(peer) != node}
-    return len(pairs)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_owner_is_connected_to_one_rank_of_each_node(shape: str) -> None:
-    plan = planned(shape, 64)
-    owners = len(plan.layout.actors)
-    assert connections(plan) <= owners * len(plan.layout.by_node) + plan.layout.world - 1
+    assert len(pairs) <= len(plan.layout.actors) * len(plan.layout.by_node) + plan.layout.world - 1
 
 
 def test_a_single_owner_is_connected_to_all_ranks_of_a_node_which_take_turns() -> None:

@@ -135,10 +135,14 @@ def test_a_member_of_an_update_that_was_cut_off_leaves_its_group_with_the_verdic
     assert "policy version 3 did not get through at actor 0: rollout 1 is gone" in str(error)
 
 
-def test_nobody_is_given_up_while_an_actor_rank_has_not_let_go() -> None:
-    actor: Future[Any] = Future()
+@pytest.mark.parametrize("let_go", [False, True])
+def test_nobody_is_given_up_before_its_time_or_while_an_actor_rank_has_not_let_go(
+    monkeypatch: pytest.MonkeyPatch, let_go: bool
+) -> None:
+    actor: Future[Any] = answered(BROKEN) if let_go else Future()
+    monkeypatch.setattr(timeouts, "TRANSFER_SLOW_S", HANG_S if let_go else 0.3)
     engines = Engines({0: answered(BROKEN), 1: Future()})
-    threading.Timer(1.0, lambda: (engines.calls[1].set_result(BROKEN), actor.set_result(BROKEN))).start()
+    threading.Timer(1.0, lambda: (engines.calls[1].set_result(BROKEN), let_go or actor.set_result(BROKEN))).start()
     assert settle(engines, [actor]) == []
     assert engines.given_up == {}
 
