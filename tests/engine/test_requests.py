@@ -16,7 +16,7 @@ from lookalikes import llama_like
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.engine._vllm import EngineCore, tp_executor
-from slurm_rlhf.engine.engine import ActiveRequest, GenerateRequest, checked, request_seed
+from slurm_rlhf.engine.engine import ActiveRequest, GenerateRequest, Meter, Status, checked, request_seed
 from slurm_rlhf.engine.vllm import check_loaded, prepare_environment, vllm_environment
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import STOP, Sampling, VersionSpan
@@ -117,6 +117,15 @@ class Opened:
 
     def _init_executor(self) -> None:
         """All ranks have opened the queue."""
+
+
+def test_a_meter_counts_what_each_step_has_added() -> None:
+    meter = Meter()
+    for sampled, cached in ((3, 0), (5, 4)):
+        meter.begin()
+        meter.stepped(Status(0, 1, sampled, 0, 0.0, "", prompt_tokens=10, cached_tokens=cached), finished=1)
+    load = meter.take()
+    assert (load.tokens, load.responses, load.steps, load.prompt_tokens, load.cached_tokens) == (5, 2, 2, 10, 4)
 
 
 def test_an_update_is_checked_as_it_streams() -> None:
