@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.engine.engine import Meter, Status
 from slurm_rlhf.records import EngineLoad, Sampling
 from slurm_rlhf.run.step_metrics import EngineMetrics, far_below
 from slurm_rlhf.sampling.batches import allowance
@@ -82,16 +81,6 @@ def test_the_load_of_an_engine_as_metrics() -> None:
         "kv_usage": 0.5,
     }
     assert set(EngineLoad().metrics().values()) == {0.0}
-
-
-def test_a_meter_counts_what_each_step_has_added() -> None:
-    meter = Meter()
-    for sampled, prompt_tokens, cached in ((3, 10, 0), (7, 30, 8)):
-        meter.begin()
-        meter.stepped(Status(0, 1, sampled, 2, 0.5, "", prompt_tokens, cached), finished=1)
-    taken = meter.take()
-    assert (taken.tokens, taken.responses, taken.steps, taken.prompt_tokens, taken.cached_tokens) == (7, 2, 2, 30, 8)
-    assert meter.take() == EngineLoad()
 
 
 @settings(deadline=None)
