@@ -13,7 +13,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace as replaced
 from functools import partial
@@ -230,13 +230,7 @@ class Turns(Episode):
         self._turns = 0
 
     async def start(self) -> Trajectory | None:
-        try:
-            await self.reset()
-        except ProcessLost:
-            return await self._anew()
-        except (EpisodeError, ModelError) as error:
-            return self._lost(error)
-        return None
+        return await self._played(self.reset())
 
     async def reset(self) -> None:
         """Have the environment begin, and make the prompt. Raises ProcessLost, EpisodeError or ModelError."""
@@ -255,8 +249,12 @@ class Turns(Episode):
         return Start(row, self._prompt.label, messages, text, given, longest, model)
 
     async def take(self, found: Trajectory) -> Trajectory | None:
+        return await self._played(self.answered(found))
+
+    async def _played(self, part: Awaitable[Trajectory | None]) -> Trajectory | None:
+        """Await a part of the episode, which begins anew if its process was lost, and is lost if the part fails."""
         try:
-            return await self.answered(found)
+            return await part
         except ProcessLost:
             return await self._anew()
         except (EpisodeError, ModelError) as error:
