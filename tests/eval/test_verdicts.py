@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from sampled_responses import response
@@ -89,6 +91,11 @@ def test_a_few_tokens_a_little_beyond_the_bound_are_rounding(off: list[float], f
     theirs = np.zeros(200, dtype=np.float32)
     verdict = compare("engine", np.array([*off, *theirs[len(off) :]], np.float32), theirs, theirs == 0, "fp32")
     assert verdict.few is few
+    nobody: object = None
+    notes: list[str] = []
+    with nullcontext() if few or verdict.passed else pytest.raises(SelfCheckError):
+        SelfCheck(Config(), nobody, notes.append, PromptFindings({}), {}, nobody)._insist(verdict)  # type: ignore[arg-type]
+    assert [note.startswith("warning: the log-probs of engine and actor ") for note in notes] == [True] * few
     assert not compare("engine", np.full(8, 2e-2, np.float32), theirs[:8], ALL, "bf16").few  # a bound on the mean
 
 

@@ -17,7 +17,7 @@ from slurm_rlhf.config.text import dump_toml
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import LOST, STOP, Prompt
 from slurm_rlhf.rewards.scored import Rewards, episode_rewards
-from slurm_rlhf.rewards.sources import close_source, weighted
+from slurm_rlhf.rewards.sources import WeightedRewards, close_source, weighted
 from slurm_rlhf.rewards.sources import reward_source as made_source
 from slurm_rlhf.run.experience import component_weights
 
@@ -35,6 +35,12 @@ def test_the_sum_is_of_those_that_apply() -> None:
     assert found.skipped.tolist() == [False, False, False, True]
     assert found.components["a"].tolist() == [1.0, 2.0, 0.0, 0.0]
     assert found.components["b"].tolist() == [1.0, 1.0, -1.0, -1.0]  # the mean of the others to the prompt
+
+
+def test_a_sum_without_the_reward_model_has_the_others() -> None:
+    parts, prompts = [RewardPart("a", 2.0), RewardPart("b")], [Prompt(0, "p", IDS)]
+    rest = WeightedRewards(parts, [lambda *asked: answered(3), None]).without_model()
+    assert rest(prompts, [response(0, "7")]).rewards.tolist() == [6.0]
 
 
 def test_scores_logs_and_failures_are_kept() -> None:
