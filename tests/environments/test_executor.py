@@ -114,8 +114,11 @@ def test_an_ask_that_no_turn_is_left_for_gets_no_tokens_and_the_reward_counts(tm
     assert (answer.reward, answer.logs["turns"]) == (1.0, 2)
 
 
-SHOWN = ASK.join(("try:\n                ", "\n                print(output.outputs[0].finish_reason)"))
-SHOWN += "\n            finally:\n                print('left')"
+SHOWN = f"""try:
+                {ASK}
+                print(output.outputs[0].finish_reason)
+            finally:
+                print('left')"""
 
 
 def test_one_that_is_given_up_gets_no_tokens_either_and_lets_go_of_what_it_holds(
