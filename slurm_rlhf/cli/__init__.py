@@ -1,7 +1,7 @@
 """Parse command lines and run the commands of `slurm-rlhf`.
 
 What lives here: `main` (from words to a command, from errors to exit codes), `commands` (the table `commands.toml`, and
-the parsing of words by it), and a file for each command or group of commands. `train` also starts under mpirun or srun
+the parsing of words by it), and a file for each command or group of commands. `mpi` starts them under mpirun and srun
 --mpi; `runs` finds runs, cancels and reports them; `plan` also places ranks and checks memory for other commands;
 `preflight` also examines nodes before a run.
 

@@ -9,10 +9,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.commands import Arguments
+from slurm_rlhf.cli.commands import Arguments, read_by, refuse_unread_keys, unread
 from slurm_rlhf.cli.pipeline import left_of, read_whole
 from slurm_rlhf.cli.plan import layout_somewhere, require_fit
-from slurm_rlhf.cli.train import read_by, refuse_unread_keys, unread
 from slurm_rlhf.cluster.resources import memory_on
 from slurm_rlhf.config.check import check, check_stage, warnings
 from slurm_rlhf.config.keys import get

@@ -3,6 +3,7 @@
 A command, `["bench sync"]` with a space where it is a part of another one:
 
     function      module of this room, a dot, and the function: it takes `Arguments` and returns the exit code
+    by_mpi        the function that each process of mpirun calls in its place
     summary       its line in the overview
     usage         the words after its name
     about         its help page's text
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import takewhile
@@ -29,10 +31,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from slurm_rlhf.config.keys import all_keys, groups
+from slurm_rlhf.config.keys import all_keys, changed_keys, groups, key_of
+from slurm_rlhf.config.pipeline import COMMANDS, TRAIN
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.text import help_text, key_names, listed
+from slurm_rlhf.config.schema_jobs import STAGES
+from slurm_rlhf.config.text import help_text, key_names, listed, split_overrides
 from slurm_rlhf.errors import ConfigError, meant
+from slurm_rlhf.nodes.mpi.assignment import launched
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -95,6 +100,7 @@ class Command:
     about: str
     summary: str = ""
     function: str = ""  # empty: its parts have one
+    by_mpi: str = ""
     files: str = ""
     plain: bool = False
     missing: str = ""
@@ -109,7 +115,9 @@ class Command:
 
     def load(self) -> Callable[[Arguments], int]:
         """Import its module, and return its function."""
-        module, _, name = self.function.partition(".")
+        by_torchrun = self.name in STAGES and "RANK" in os.environ  # a rank of a stage, which MPI may have begun
+        under_mpi = self.by_mpi and not by_torchrun and launched(os.environ)
+        module, _, name = (self.by_mpi if under_mpi else self.function).partition(".")
         found: Callable[[Arguments], int] = getattr(importlib.import_module(f"slurm_rlhf.cli.{module}"), name)
         return found
 
@@ -217,6 +225,26 @@ def find_command(words: list[str]) -> tuple[Command, list[str]]:
             raise ConfigError(f"unknown command {unknown(wrong, known)} (commands: {', '.join(known)})")
     top = [name for name in known if " " not in name]
     raise ConfigError(f"unknown command {unknown(words[0], top)} (commands: {', '.join(top)})")
+
+
+def refuse_unread_keys(arguments: Arguments) -> None:
+    """Raise ConfigError for a key on the command line that the command does not read."""
+    for name, _ in split_overrides(arguments.overrides)[0]:
+        key = key_of(name)
+        if key is not None and not listed(key, arguments.command.keys):
+            group = name.partition(".")[0]
+            own = f" (it is a key of `slurm-rlhf {group}`)" if group in commands() else ""
+            raise ConfigError(f"--{name} is not read by `slurm-rlhf {arguments.command.name}`{own}: leave it out")
+
+
+def read_by(names: Iterable[str]) -> set[str]:
+    """Return the keys and groups that a file for the commands `names` may set; it may be for other stages, too."""
+    return {key for name in names for key in commands()[name].keys} | {"run_dir", *COMMANDS} - {TRAIN}
+
+
+def unread(config: Config, read: Collection[str]) -> list[str]:
+    """List the keys that are set and are not among those that are `read`."""
+    return [key for key in changed_keys(config) if not listed(all_keys()[key], read)]
 
 
 def overview() -> str:

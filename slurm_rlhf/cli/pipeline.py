@@ -18,8 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.commands import Arguments, commands, find_command
-from slurm_rlhf.cli.train import refuse_unread_keys
+from slurm_rlhf.cli.commands import Arguments, commands, find_command, refuse_unread_keys
 from slurm_rlhf.cluster.slurm_job import OVER, ask_jobs, command
 from slurm_rlhf.config.evaluation import MEAN
 from slurm_rlhf.config.pipeline import EVALUATED, Pipeline, PipelineStage, read_pipeline

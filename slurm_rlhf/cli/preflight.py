@@ -20,7 +20,6 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import printable
 from slurm_rlhf.nodes.examination import Question, examine_nodes
-from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, needs_of
 from slurm_rlhf.nodes.node_look import versions
 from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
@@ -135,11 +134,6 @@ def local_question(
 
 def preflight(arguments: Arguments) -> int:
     """Examine the nodes and print the report. Raises UserError for a configuration that cannot run anywhere."""
-    start = launched(os.environ)
-    if start is not None:
-        from slurm_rlhf.cli.train import lead_or_follow
-
-        return lead_or_follow(arguments, start)
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     with steps_of(config, Path(config.run_dir)) as steps:

@@ -288,3 +288,12 @@ def _continued(
 
 def _lesson(prompt: Any, response: Any) -> Lesson:
     return Lesson(prompt, response, np.ones(len(response), dtype=np.bool_))
+
+
+def fingerprint(examples: Examples) -> str:
+    """Return a hash of the examples' tokens and numbers, and of where answers begin and end."""
+    experience, mask = examples.experience, examples.experience.action_mask
+    digest = hashlib.sha256()
+    for part in (experience.token_ids, experience.response_lens, experience.rewards, *(() if mask.all() else (mask,))):
+        digest.update(part.data)
+    return digest.hexdigest()

@@ -6,8 +6,10 @@ SimPO and ORPO train on pairs of answers, KTO on answers alone.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,20 +17,100 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.batching import cut_batch
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.algorithms.packed import masked_sum, response_sums
-from slurm_rlhf.algorithms.preferences import LOSSES, WITHOUT_REFERENCE, Pairs, bradley_terry, judged, kto, kto_kl
+from slurm_rlhf.algorithms.preferences import KTO, LOSSES, WITHOUT_REFERENCE, Pairs, bradley_terry, judged, kto, kto_kl
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config, Data, Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.records import Experience
-from slurm_rlhf.stages.examples import Examples, load_examples, load_judged, load_pairs
+from slurm_rlhf.records import F32, Experience, joined
+from slurm_rlhf.stages.examples import Examples, fingerprint, load_examples, load_judged, load_pairs
 from slurm_rlhf.stages.record import StageRecord, StopSignals
-from slurm_rlhf.stages.stage import AnswerTrainer, StageTrainer, fingerprint
 from slurm_rlhf.trainer.batch import to_device
-from slurm_rlhf.trainer.distributed import barrier
+from slurm_rlhf.trainer.distributed import barrier, undisturbed
 from slurm_rlhf.trainer.export import classifier, save_reward
 from slurm_rlhf.trainer.frozen import last_token
-from slurm_rlhf.trainer.trainers import HeadTrainer
+from slurm_rlhf.trainer.trainer import Schedule
+from slurm_rlhf.trainer.trainers import HeadTrainer, LanguageModelTrainer, TrainedModel
+
+
+class StageTrainer(TrainedModel):
+    """Trains the model of a stage on one rank: a mixin for the class of the kind of model."""
+
+    name: ClassVar[str]
+    """Name of its command, of its group of keys, and of the model's state in a checkpoint."""
+    measures_always: ClassVar[bool] = False
+    """True: without an eval_dataset the model is measured by the examples that it was trained on."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        keys = get(config, self.name)
+        super().__init__(config, Schedule.of(config, keys.learning_rate, total_steps, keys.lr_scheduler))
+
+    @staticmethod
+    @abstractmethod
+    def read(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+        """Read the examples. Raises DataError."""
+
+    def denominator(self, batch: Experience) -> float:
+        """Return what the sums of an optimizer step are divided by, for its loss and its metrics: the pairs in it."""
+        return len(batch) / 2
+
+    def prepare(self, examples: Examples, record: StageRecord, signals: StopSignals) -> bool:
+        """Compute what the loss needs of the model before it is trained; False: it has to stop first. Collective."""
+        return True
+
+    def stops(self, record: StageRecord, signals: StopSignals) -> bool:
+        """Tell whether any rank has got a signal to stop, or the file STOP_FILE is there. Collective."""
+        # A signal may reach one rank first: all of them stop at the same place.
+        asked = signals.reason is not None or (self.world.rank == 0 and record.asked)
+        total = torch.tensor(float(asked), device=self.world.device)
+        dist.all_reduce(total)
+        return bool(total)
+
+    @abstractmethod
+    def export_hf(self, directory: Path) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; an export already there is replaced."""
+
+    def micro_batches(self, batch: Experience, examples: Examples) -> list[list[int]]:
+        """Return this rank's micro-batches, as rows of `batch`; the rows of an example stay together."""
+        layout, lengths = self.layout, examples.lengths(batch, self.layout.packed)
+        _, micros = cut_batch(lengths, self.world.size, self.config.train.max_tokens_per_gpu, layout)
+        return [examples.rows(micro) for micro in micros[self.world.rank // layout.ranks]]
+
+    def of_all(self, examples: Examples, answer: Callable[[Experience], Tensor], of_rows: bool) -> F32:
+        """Compute fp32 numbers of all examples in eval mode, the same on every rank: [A], or [N] with `of_rows`.
+
+        `answer` computes those of a micro-batch. Collective.
+        """
+        module, experience = self.backend.module, examples.experience
+        ranks = self.world.size // self.layout.ranks
+        last = experience.select(examples.rows([len(examples) - 1]))
+        whole = joined([experience, *[last] * (-len(examples) % ranks)])
+        found = torch.zeros(len(whole) if of_rows else len(whole.action_mask))
+        with undisturbed(module, self.world.device), torch.no_grad():
+            module.eval()
+            for rows in self.micro_batches(whole, examples):
+                at = rows if of_rows else torch.from_numpy(whole.actions_of(rows))
+                found[at] = answer(whole.select(rows)).float().cpu()
+        found = found.to(self.world.device)
+        dist.all_reduce(found)
+        known: F32 = (found / self.layout.ranks).cpu().numpy()
+        return known[: len(experience if of_rows else experience.action_mask)]
+
+    @abstractmethod
+    def measured(self, examples: Examples) -> dict[str, float]:
+        """Measure the model by examples: the mean loss, and more, the same on every rank. Collective."""
+
+
+class AnswerTrainer(LanguageModelTrainer, StageTrainer):
+    """Trains a language model on answers."""
+
+    def logprobs(self, part: Experience) -> Tensor:
+        """Compute the log-probs of the answers of a micro-batch, fp32 [A]. Collective."""
+        batch = self._collate(part)
+        logprobs: Tensor = self.backend.forward(batch.input_ids, batch.action_index, batch.targets, row=batch.row)[0]
+        return batch.whole(logprobs)
 
 
 class SftTrainer(AnswerTrainer):
@@ -260,3 +342,9 @@ class KtoTrainer(DpoTrainer):
         preferred = (margin > 0).float().sum()
         metrics = {"loss": loss.detach(), "kto_kl": kl * len(part), "preferred": preferred, "margin": margin.sum()}
         return loss, metrics
+
+
+def stage_trainer(config: Config, name: str) -> type[StageTrainer]:
+    """Return the trainer of the stage `name`."""
+    dpo = KtoTrainer if config.dpo.loss_type == KTO else DpoTrainer
+    return {"sft": SftTrainer, "rm": RmTrainer, "dpo": dpo}[name]

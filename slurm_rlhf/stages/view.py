@@ -79,7 +79,7 @@ def _prompts(
 def _examples(key: str, path: Path, tokenizer: Tokenizer, config: Config, rows: int) -> DataView:
     """Look at the examples of a stage: prompts with the answers that are trained on."""
     from slurm_rlhf.stages.examples import RefusedRows, of_held_out
-    from slurm_rlhf.stages.stage import stage_trainer
+    from slurm_rlhf.stages.kinds import stage_trainer
 
     data = of_held_out(config.data) if key.endswith(".eval_dataset") else config.data
     try:

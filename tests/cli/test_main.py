@@ -23,7 +23,7 @@ from loaded_packages import LIBRARIES, packages_loaded
 from waiting import HANG_S
 
 from slurm_rlhf import __version__
-from slurm_rlhf.cli import bench, generate, plan, train
+from slurm_rlhf.cli import bench, generate, mpi, plan
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.commands import commands
 from slurm_rlhf.cli.main import guarded, main
@@ -323,7 +323,7 @@ EXAMINED = Report(("n1",), (Check("disk", "fine", (Finding(WARNING, ("n1",), WIL
             SimpleNamespace(_name="sft", _world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
             WILD,
         ),
-        lambda root: train._refuse(SimpleNamespace(broadcast=lambda message: None), RunError(WILD)),  # type: ignore[arg-type]
+        lambda root: mpi._refuse(SimpleNamespace(broadcast=lambda message: None), RunError(WILD)),  # type: ignore[arg-type]
         lambda root: Reporting(Config(run_dir=str(root)), RunDirectory(root), {"actor": 1}).note(WILD),
     ],
 )

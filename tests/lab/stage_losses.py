@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from tiny_models import make_reward, make_tiny
 
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.stages.stage import stage_trainer
+from slurm_rlhf.stages.kinds import stage_trainer
 
 COUNT = 12
 """Examples of the batch."""

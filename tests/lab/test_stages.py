@@ -9,7 +9,7 @@ from random_models import tiny_tokenizer
 from stage_task import MAX_LEN, Lengths, config_of, rows, tokens, write
 
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.stages.stage import stage_trainer
+from slurm_rlhf.stages.kinds import stage_trainer
 
 LENGTHS = Lengths(48, 1.0, 448)
 

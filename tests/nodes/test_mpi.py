@@ -15,9 +15,10 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cli.commands import Arguments, commands
-from slurm_rlhf.cli.train import _first, lead_or_follow
+from slurm_rlhf.cli.mpi import _first, lead_or_follow
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.nodes.mpi.assignment import Launched, Process, check_world, launched, place_processes
 from slurm_rlhf.nodes.mpi.rank import MpiLauncher, lead
@@ -152,10 +153,23 @@ def test_a_conductor_that_was_killed_has_the_exit_code_that_a_shell_gives_it() -
 
 
 def test_an_error_of_mpi_is_printed_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.cli.train.Communicator", Mock(side_effect=ConfigError("no MPI")))
-    assert lead_or_follow(cast(Any, None), replace(SIX, rank=1)) == ConfigError.exit_code
+    monkeypatch.setattr("slurm_rlhf.cli.mpi.Communicator", Mock(side_effect=ConfigError("no MPI")))
+    monkeypatch.setenv(SIX.variable, "6")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    begun = commands()["train"].load()
+    assert begun(cast(Any, None)) == ConfigError.exit_code
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     with pytest.raises(ConfigError, match="no MPI"):
-        lead_or_follow(cast(Any, None), SIX)
+        begun(cast(Any, None))
+
+
+@pytest.mark.parametrize("name", [name for name, command in commands().items() if command.by_mpi])
+def test_torchrun_starts_ranks_of_stages_under_mpi(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert commands()[name].load() is not lead_or_follow
+    monkeypatch.setenv(SIX.variable, "6")
+    assert commands()[name].load() is lead_or_follow
+    monkeypatch.setenv("RANK", "0")
+    assert (commands()[name].load() is lead_or_follow) == (name not in STAGES)
 
 
 def test_a_configuration_that_is_refused_is_reported_once_and_lets_the_other_ranks_go(

@@ -15,8 +15,7 @@ from waiting import HANG_S
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.stages import examples as module
-from slurm_rlhf.stages.examples import RefusedRows, load_pairs
-from slurm_rlhf.stages.stage import fingerprint
+from slurm_rlhf.stages.examples import RefusedRows, fingerprint, load_pairs
 
 RANK = """
 import json, sys
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.stages import examples
-from slurm_rlhf.stages.stage import fingerprint
+from slurm_rlhf.stages.examples import fingerprint
 
 directory, rank = Path(sys.argv[1]), int(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)

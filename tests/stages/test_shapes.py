@@ -15,8 +15,7 @@ from chat_templates import TEMPLATES, write_tokenizer
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.rows import read_rows
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.stages.examples import Examples, RefusedRows, load_examples, load_pairs
-from slurm_rlhf.stages.stage import fingerprint
+from slurm_rlhf.stages.examples import Examples, RefusedRows, fingerprint, load_examples, load_pairs
 from slurm_rlhf.stages.view import views
 
 USER, ANSWER = {"role": "user", "content": "a b"}, {"role": "assistant", "content": "12"}
