@@ -34,10 +34,11 @@ LATE = LateStacks()
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 
-def record_flights(control: Path, role: str) -> None:
+def record_flights(control: Path, info: RankInfo) -> None:
     """Let NCCL's flight recorder open a pipe below `control`; to be called before the first process group is made.
 
-    Torch ends a process that cannot make its pipe, so this tries whether the file system takes one.
+    Torch ends a process that cannot make its pipe, so this tries whether the file system takes one. It appends the rank
+    in the first process group: 0 in every engine, so the name has the rank in the role.
     """
     if PIPE in os.environ or not any(Path(device).exists() for device in _DEVICES):
         return
@@ -45,7 +46,7 @@ def record_flights(control: Path, role: str) -> None:
     with contextlib.suppress(OSError):
         os.mkfifo(tried)
         tried.unlink()
-        os.environ[PIPE] = str(control / f"flights.{role}.")
+        os.environ[PIPE] = str(control / f"flights.{info.role}.{info.rank}.")
 
 
 def take_stacks() -> StacksAnswer:
