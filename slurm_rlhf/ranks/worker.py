@@ -61,12 +61,8 @@ def _ask_recorder() -> None:
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     name = f"{os.environ.get(PIPE, '')}{torch.distributed.get_rank()}.pipe"
-    with contextlib.suppress(OSError):
-        pipe = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.write(pipe, b"1")
-        finally:
-            os.close(pipe)
+    with contextlib.suppress(OSError), open(os.open(name, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as pipe:
+        pipe.write(b"1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,13 @@ def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
     worker.record_flights(tmp_path, info)
     assert os.environ[worker.PIPE] == f"{tmp_path}/flights.rollout.5."
     assert [path.name for path in tmp_path.iterdir()] == ["device"]
+    os.mkfifo(pipe := tmp_path / "flights.rollout.5.0.pipe")  # as torch does in the first rank of an engine
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    worker.take_stacks()  # without a reader nobody waits
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as reader:
+        worker.take_stacks()
+        assert reader.read(9) == b"1"
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------
