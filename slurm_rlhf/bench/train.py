@@ -165,7 +165,7 @@ class BaselineTrainer:
             dtype=DTYPES[config.ds.param_dtype],
             attn_implementation=config.ds.attn_implementation,
         )
-        if config.actor.gradient_checkpointing_enable:
+        if config.checkpointing == "full":
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
         engine = TrainSettings(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml, flat, stored_keys, toml_value
 from slurm_rlhf.errors import CheckpointError, ConfigError
@@ -266,8 +267,8 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
     before = stored_keys(earlier)
     now = flat(tomllib.loads(dump_toml(config)))
     return [
-        f"{name} {toml_value(before[name])} -> {toml_value(value)}"
-        for name, value in now.items()
+        f"{name} {toml_value(before[name])} -> {'not set' if value is None else toml_value(value)}"
+        for name, value in (dict.fromkeys(all_keys()) | now).items()
         if name in before and before[name] != value and name not in _OF_A_START
     ]
 

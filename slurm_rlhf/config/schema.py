@@ -189,8 +189,8 @@ class Train:
     """Recomputation in the backward passes of actor and critic: full (all of a layer but its input), selective
     (norms, rotations and activations; results of matrix products and attention are kept; not under ZeRO-3) or off. On
     an H200 updates with selective and full took 1.16 and 1.18 times as long as with off, in 28, 19 and 39 GiB. auto:
-    full with actor.gradient_checkpointing_enable; else on GPUs off if it fits by estimate, or full, which the run
-    prints; on CPUs off."""
+    what actor.gradient_checkpointing_enable says; if it is not set, on GPUs off if it fits by estimate, or full, which
+    the run prints; on CPUs off."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

@@ -67,8 +67,8 @@ class Actor:
     nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
     optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
-    gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass; train.gradient_checkpointing = selective is cheaper."""
+    gradient_checkpointing_enable: bool | None = None
+    """Recompute activations in the backward pass: true is train.gradient_checkpointing = full, false is off."""
 
 
 @dataclass(slots=True)

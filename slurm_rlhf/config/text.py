@@ -48,12 +48,12 @@ def from_toml(key: Key, value: Any) -> Any:
             raise BadValue(key, value)
         if key.kind in ENTRIES:
             return [_read_entry(key, each) for each in value]
-        item = Key(key.name, key.kind[len("list[") : -1], None)
+        item = Key(key.name, key.kind[len("list[") : -1], "")
         try:
             return [from_toml(item, each) for each in value]
         except BadValue:
             raise BadValue(key, value) from None
-    if isinstance(value, str) and value in key.words:
+    if (isinstance(value, str) and value in key.words) or (value is None and key.default is None):
         return value
     if not isinstance(value, accepted[key.kind]) or (isinstance(value, bool) and key.kind != "bool"):
         raise BadValue(key, value)
@@ -205,14 +205,18 @@ def _takes(name: str, first: list[str]) -> int | None:
 
 
 def dump_toml(config: Config) -> str:
-    """Write a TOML file that `load_config` reads back to the same Config: one table per group, in schema order."""
+    """Write a TOML file that `load_config` reads back to the same Config: one table per group, in schema order.
+
+    A key that is not set (None) stands in no line, as TOML has no such value.
+    """
     lines: list[str] = []
     group = ""
     for key in all_keys().values():
         if key.group != group:
             group = key.group
             lines += ["", f"[{group}]"]
-        lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(get(config, key.name))}")
+        if (value := get(config, key.name)) is not None:
+            lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -316,8 +320,8 @@ def value_text(key: Key) -> str:
 def default_text(key: Key) -> str:
     """Write the default as a user would on the command line."""
     value = from_toml(key, key.default)
-    if value in ("", []):
-        return "empty"
+    if value in ("", [], None):
+        return "not set" if value is None else "empty"
     if isinstance(value, list):
         return " ".join(str(item) for item in value)
     return str(value).lower() if isinstance(value, bool) else str(value)

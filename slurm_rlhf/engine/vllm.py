@@ -78,6 +78,8 @@ def vllm_environment(has_gpu: bool) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        # On Hopper TP ranks would compile FlashInfer's all-reduce at their first one, or die there without nvcc.
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     }
     if not has_gpu:
         # Otherwise every rank binds its threads to the first cores of the node, where they starve each other.
@@ -150,7 +152,7 @@ def engine_config(config: Config) -> Any:
         scheduling_policy="fcfs",
         # After a chunk of a prompt vLLM resets the request's seeded generator; torch's CPU generators have no offset.
         enable_chunked_prefill=False if on_cpu else None,
-        # Otherwise each TP rank compiles FlashInfer kernels when it starts, which takes nvcc and minutes.
+        # FlashInfer's all-reduce again (see `vllm_environment`), here as part of compiled layers.
         compilation_config={"pass_config": {"fuse_allreduce_rms": False}},
         # Log-probs of the distribution that was sampled from: after temperature, top-k and top-p.
         logprobs_mode="processed_logprobs",

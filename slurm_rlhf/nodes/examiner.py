@@ -254,6 +254,8 @@ class GroupHost:
         reading, writing = os.pipe()  # not its output: libraries print into that
         self._address = str(listening.getsockname()[0])
         self._reports = os.fdopen(reading, encoding="utf-8")
+        # NCCL's own choice may be a link that no other node has; a run names the one to the others, too.
+        network = {"NCCL_SOCKET_IFNAME": interface_of(self._address)}
         fds = (listening.fileno(), writing)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "slurm_rlhf.nodes.group_rank", *map(str, fds), str(os.getpid())],
@@ -261,7 +263,7 @@ class GroupHost:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             pass_fds=fds,
-            env={**without_injected(os.environ), **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")},
+            env={**network, **without_injected(os.environ), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             text=True,
         )
         os.close(writing)

@@ -152,7 +152,7 @@ def least_recomputed(config: Config, models: Models, gpu: int, samples: bool = T
     Selective took 1 % less time than full on an H200, for 8 GiB more (docs/cluster.md), so it is not chosen. Returns
     the configuration with the chosen value, or `config` itself if there is nothing to choose, and its memory.
     """
-    if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable:
+    if config.train.gradient_checkpointing != "auto" or config.actor.gradient_checkpointing_enable is not None:
         return config, account(config, models, gpu, samples)
     for way in ("off", "full"):
         settled = changed(config, {"train.gradient_checkpointing": way})

@@ -302,8 +302,7 @@ def all_gather(group: Any, whole: Tensor, mine: Tensor) -> Work:
 
 def share_gpu_memory(tensor: Tensor) -> tuple[Any, ...]:
     """Return the fields by which another process maps the tensor's memory: the GPU's number here, and seven more."""
-    fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()
-    return fields
+    return tuple(tensor.untyped_storage()._share_cuda_())
 
 
 def open_gpu_memory(ordinal: int, fields: Sequence[Any]) -> Tensor:

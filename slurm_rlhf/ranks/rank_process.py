@@ -230,7 +230,7 @@ def main() -> None:
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.
     LATE.put_off(config.timeout.connect / 2)
-    record_flights(directory.keys.parent, info.role)
+    record_flights(directory.keys.parent, info)
     cache = take_caches(config, info)
     keys = RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys)
     store = open_store()  # alive as long as this process

@@ -34,10 +34,11 @@ LATE = LateStacks()
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 
-def record_flights(control: Path, role: str) -> None:
+def record_flights(control: Path, info: RankInfo) -> None:
     """Let NCCL's flight recorder open a pipe below `control`; to be called before the first process group is made.
 
-    Torch ends a process that cannot make its pipe, so this tries whether the file system takes one.
+    Torch ends a process that cannot make its pipe, so this tries whether the file system takes one. It appends the rank
+    in the first process group: 0 in every engine, so the name has the rank in the role.
     """
     if PIPE in os.environ or not any(Path(device).exists() for device in _DEVICES):
         return
@@ -45,7 +46,7 @@ def record_flights(control: Path, role: str) -> None:
     with contextlib.suppress(OSError):
         os.mkfifo(tried)
         tried.unlink()
-        os.environ[PIPE] = str(control / f"flights.{role}.")
+        os.environ[PIPE] = str(control / f"flights.{info.role}.{info.rank}.")
 
 
 def take_stacks() -> StacksAnswer:
@@ -60,12 +61,8 @@ def _ask_recorder() -> None:
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return
     name = f"{os.environ.get(PIPE, '')}{torch.distributed.get_rank()}.pipe"
-    with contextlib.suppress(OSError):
-        pipe = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
-        try:
-            os.write(pipe, b"1")
-        finally:
-            os.close(pipe)
+    with contextlib.suppress(OSError), open(os.open(name, os.O_WRONLY | os.O_NONBLOCK), "wb", buffering=0) as pipe:
+        pipe.write(b"1")
 
 
 @dataclass(frozen=True, slots=True)

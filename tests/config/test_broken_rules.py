@@ -55,6 +55,14 @@ BROKEN = [
         "train.gradient_checkpointing=off actor.gradient_checkpointing_enable=true",
         "train.gradient_checkpointing = off and actor.gradient_checkpointing_enable = true contradict each other",
     ),
+    (
+        "train.gradient_checkpointing=full actor.gradient_checkpointing_enable=false",
+        "train.gradient_checkpointing = full and actor.gradient_checkpointing_enable = false contradict each other",
+    ),
+    (
+        "train.gradient_checkpointing=selective actor.gradient_checkpointing_enable=false",
+        "selective and actor.gradient_checkpointing_enable = false contradict",
+    ),
     ("train.gradient_checkpointing=selective ds.zero_stage=3", "selective excludes ds.zero_stage = 3 ... use full"),
     (
         "ds.hpz_size=4 with ds.zero_stage=3 actor.num_gpus_per_node=2 critic.num_gpus_per_node=4",
@@ -327,6 +335,8 @@ BROKEN = [
 SOUND = [
     *("", GROUPS, "ds.param_dtype=fp16 ds.fp32_lm_head=true"),
     "actor.eps_clip=0.2 actor.eps_clip_low_high=0.2,0.28",  # as verl writes all three
+    "train.gradient_checkpointing=off actor.gradient_checkpointing_enable=false",
+    "train.gradient_checkpointing=selective actor.gradient_checkpointing_enable=true",
     "algo.kl.target=6 algo.kl.horizon=500",
     "algo.kl.estimator=k3+",
     *(f"algo.kl.use_loss=true algo.kl.estimator={name} actor.nll_coef=0.1" for name in ("k2", "k3", "k3+")),

@@ -75,6 +75,7 @@ def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     }
     assert vllm_environment(has_gpu=False) == {
         **vllm_environment(has_gpu=True),

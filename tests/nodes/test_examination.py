@@ -105,12 +105,22 @@ def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path:
 
 
 def test_the_processes_of_a_group_meet_over_the_interface_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = io.StringIO()
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=read, stderr=io.StringIO()))
+    read, started = io.StringIO(), []
+
+    def start(*_: Any, env: dict[str, str], **__: Any) -> SimpleNamespace:
+        started.append(env["NCCL_SOCKET_IFNAME"])
+        return SimpleNamespace(stdin=read, stderr=io.StringIO())
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(examiner, "interface_of", lambda address: "eth0")
     monkeypatch.setattr(examiner, "is_loopback", lambda address: False)
     monkeypatch.setattr(examiner, "addresses", lambda: [("eth0", "192.0.2.1"), ("ib0", "192.0.2.2")])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host = examiner.GroupHost(listening)
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+        examiner.GroupHost(listening)
+    assert started == ["eth0", "ib0"]  # what the user exported wins
     order = {"place": asdict(HERE), "processes": [], "stages": []}
     assert list(host.run(order, {"GLOO_SOCKET_IFNAME": "ib0"})) == []
     assert json.loads(read.getvalue())["address"] == "192.0.2.2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from model_configs import SHAPES
 
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.placement.memory import account, least_recomputed
@@ -32,3 +33,7 @@ def test_auto_computes_again_where_it_must(tokens: int, stage: int, gib: float, 
     assert found == account(settled, models, int(gib * GIB))
     assert made.train.gradient_checkpointing == "auto"
     assert least_recomputed(settled, models, int(gib * GIB))[0] is settled
+    for said, then in ((True, "full"), (False, "off")):
+        config = changed(made, {"actor.gradient_checkpointing_enable": said})
+        assert least_recomputed(config, models, int(gib * GIB))[0] is config
+        assert config.checkpointing == then

@@ -110,17 +110,26 @@ def test_a_rank_answers_calls_until_it_is_asked_to_leave() -> None:
 def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each engine is a process group of its own, in which torch counts from 0: names have the rank of the role."""
     (tmp_path / "device").touch()
     monkeypatch.setenv(worker.PIPE, "kept")
     monkeypatch.setattr(worker, "_DEVICES", (str(tmp_path / "device"),))
-    worker.record_flights(tmp_path, "actor")
+    info = worker.RankInfo("rollout", 5, 8, 1, "gpu002")
+    worker.record_flights(tmp_path, info)
     assert os.environ[worker.PIPE] == "kept"
     monkeypatch.delenv(worker.PIPE)
-    worker.record_flights(tmp_path / "nowhere", "actor")
+    worker.record_flights(tmp_path / "nowhere", info)
     assert worker.PIPE not in os.environ
-    worker.record_flights(tmp_path, "actor")
-    assert os.environ[worker.PIPE] == f"{tmp_path}/flights.actor."
+    worker.record_flights(tmp_path, info)
+    assert os.environ[worker.PIPE] == f"{tmp_path}/flights.rollout.5."
     assert [path.name for path in tmp_path.iterdir()] == ["device"]
+    os.mkfifo(pipe := tmp_path / "flights.rollout.5.0.pipe")  # as torch does in the first rank of an engine
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    worker.take_stacks()  # without a reader nobody waits
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as reader:
+        worker.take_stacks()
+        assert reader.read(9) == b"1"
 
 
 # --- torchrun ---------------------------------------------------------------------------------------------------------

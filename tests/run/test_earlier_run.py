@@ -37,6 +37,8 @@ def test_keys_that_were_changed_are_listed_with_both_values(tmp_path: Path) -> N
         f"actor.learning_rate {Config().actor.learning_rate!r} -> 0.5",
         f'algo.advantage.estimator "{Config().algo.advantage.estimator}" -> "rloo"',
     ]
+    file.write_text("[actor]\ngradient_checkpointing_enable = true\n")
+    assert changed_keys(file, config) == ["actor.gradient_checkpointing_enable true -> not set"]
     file.write_text("no TOML at all")
     assert changed_keys(file, config) == []
 
