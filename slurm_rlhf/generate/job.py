@@ -80,7 +80,7 @@ class GenerateJob:
 
     def run(self, stop: Stop) -> None:
         """Answer every row. Raises StopRequested, RunError when no engine is left, RewardError, OSError."""
-        refused = self.pending.refuse_bad_rows()
+        refused = [line for row in self.pending.bad for line in self.pending.errors(row.index, row.text, row.error)]
         self.output.append(refused)
         self.progress.refused = len(refused)
         if not self.pending.queue.unfinished:

@@ -51,12 +51,6 @@ _RARELY = 100_000  # new objects between two collections of garbage
 _ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
-def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
-    """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
-
-
 def collect_as_usual() -> None:
     """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
     gc.collect()
@@ -225,7 +219,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
-    info = rank_info(arguments.role, arguments.first_rank, arguments.world)
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun counts the processes of a node
+    info = RankInfo(arguments.role, arguments.first_rank + local_rank, arguments.world, local_rank, node_name())
     print_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.
