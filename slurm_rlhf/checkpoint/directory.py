@@ -100,17 +100,9 @@ class CheckpointDir:
         """Return the path of a step's checkpoint, whether it is there or not."""
         return self.root / f"step_{step:06d}"
 
-    def latest(self) -> Path | None:
-        """Return the newest whole checkpoint. Reads all files, up to a size (see `resume`): slow."""
-        return resume.latest(self.root)
-
     def resolve(self, resume_key: str) -> Path | None:
         """Return the checkpoint that the key `resume` asks for (see `resume.resolve`). Raises CheckpointError."""
         return resume.resolve(self.root, resume_key)
-
-    def load_state(self, path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
-        """Check a checkpoint and return its state (see `resume.load_state`). Raises CheckpointError."""
-        return resume.load_state(path, roles)
 
     @contextmanager
     def explained(self, step: int | None) -> Iterator[None]:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_adapters, refuse_other_model
+from slurm_rlhf.checkpoint.resume import changed_keys, load_state, refuse_other_adapters, refuse_other_model
 from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
@@ -59,7 +59,7 @@ class StageRecord:
         of an earlier start that has left no checkpoint are put aside. Raises CheckpointError, ConfigError.
         """
         checkpoint = self._checkpoints.resolve(self._config.resume)
-        state = self._checkpoints.load_state(checkpoint, [self._name]) if checkpoint else {}
+        state = load_state(checkpoint, [self._name]) if checkpoint else {}
         changes = changed_keys(checkpoint / _CONFIG, self._config) if checkpoint else []
         self.model = model or {}
         refuse_other_model(state.get("model", {}), self.model, f"{self._name}.output_dir")
