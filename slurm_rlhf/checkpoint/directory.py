@@ -83,18 +83,16 @@ class CheckpointDir:
                 _remove(_old(final))
         return final
 
-    def prune(self, max_num: int, kept: Collection[int] = ()) -> list[Path]:
-        """Remove all but the newest `max_num` checkpoints and those of the steps `kept`; return what was removed.
+    def prune(self, max_num: int, kept: Collection[int] = ()) -> None:
+        """Remove all but the newest `max_num` checkpoints and those of the steps `kept`.
 
         Directories without a readable manifest are not counted and not removed. Raises CheckpointError when the
         disk refuses.
         """
         older = resume.entries(self.root)[0][max_num:]
-        surplus = [entry.path for entry in older if entry.manifest.step not in kept]
-        for path in reversed(surplus):
+        for surplus in reversed([entry.path for entry in older if entry.manifest.step not in kept]):
             with self.explained(None):
-                _remove(path)
-        return surplus
+                _remove(surplus)
 
     def of(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether it is there or not."""

@@ -72,7 +72,7 @@ def test_no_checkpoints_at_all(checkpoints: CheckpointDir) -> None:
     assert resume.latest(checkpoints.root) is None
     assert checkpoints.resolve("auto") is None
     assert checkpoints.resolve("never") is None
-    assert checkpoints.prune(1) == []
+    checkpoints.prune(1)
     assert not checkpoints.root.exists()
 
 
@@ -81,8 +81,9 @@ def test_newest_is_the_last_written_and_not_the_highest_step(checkpoints: Checkp
     for step in (10, 20, 15):
         save(checkpoints, step)
     assert checkpoints.resolve("auto") == checkpoints.root / "step_000015"
-    assert checkpoints.prune(2) == [checkpoints.root / "step_000010"]
-    assert checkpoints.prune(1) == [checkpoints.root / "step_000020"]
+    checkpoints.prune(2)
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000015", "step_000020"]
+    checkpoints.prune(1)
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_000015"]
 
 
@@ -92,8 +93,7 @@ def test_prune_keeps_what_it_is_reported_and_touches_nothing_else(checkpoints: C
     (checkpoints.root / "notes.txt").write_text("mine")
     (checkpoints.root / "step_best").mkdir()
     (checkpoints.root / "step_000001").mkdir()
-    removed = checkpoints.prune(3)
-    assert sorted(path.name for path in removed) == ["step_999998", "step_999999"]
+    checkpoints.prune(3)
     left = sorted(path.name for path in checkpoints.root.iterdir())
     assert left == ["notes.txt", "step_000001", "step_1000000", "step_1000001", "step_1000002", "step_best"]
 

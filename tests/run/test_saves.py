@@ -331,6 +331,5 @@ def test_pruning_leaves_what_is_kept(tmp_path: Path) -> None:
     for step in range(1, 6):
         checkpoints.begin(step)
         checkpoints.commit(step, {})
-    removed = checkpoints.prune(2, (2, 5))
-    assert sorted(path.name for path in removed) == ["step_000001", "step_000003"]
+    checkpoints.prune(2, (2, 5))
     assert kept(tmp_path) == ["step_000002", "step_000004", "step_000005"]
