@@ -166,7 +166,7 @@ class ControlServer(IoLoop):
     def dismiss(self, role: str, reason: str) -> None:
         """Give up all ranks of `role` because it is started again.
 
-        Whoever says hello with another number than `starts` is refused, and old ranks that still send are told to end.
+        Whoever says hello with another number than `starts` is refused, and old ranks that still send are asked to end.
         """
         with self._lock:
             self._broken.pop(role, None)

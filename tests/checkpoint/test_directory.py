@@ -150,7 +150,7 @@ def test_damage_is_found_and_the_usable_checkpoint_named(
 ) -> None:
     good, bad = save(checkpoints, 1), save(checkpoints, 2)
     damage(bad / name)
-    for use in (checkpoints.load_state, lambda path: checkpoints.resolve(str(path))):
+    for use in (resume.load_state, lambda path: checkpoints.resolve(str(path))):
         with pytest.raises(CheckpointError) as caught:
             use(bad)
         assert str(bad) in str(caught.value)

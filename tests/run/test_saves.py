@@ -121,7 +121,7 @@ def test_it_holds_the_state_of_its_step_and_is_whole_when_all_is_written(
     assert latest(checkpoints.directory.root) is None  # a kill now finds what was there before
     assert stated == []
     actor.free.set()
-    until(checkpoints.directory.latest)
+    until(lambda: latest(checkpoints.directory.root))
     until(lambda: checkpoints.poll() or stated)
     path = checkpoints.directory.of(1)
     assert (path / "actor" / "state").read_text() == "1"
