@@ -20,7 +20,7 @@ from msgspec import convert
 from slurm_rlhf.cli import plan
 from slurm_rlhf.cli.commands import Arguments, commands
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.cli.preflight import OFF, QUICK, before_run, local_question, show, steps_of, tell
+from slurm_rlhf.cli.preflight import OFF, before_run, question, show, steps_of, tell
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import memory_of, memory_on, node_name
@@ -47,7 +47,7 @@ from slurm_rlhf.nodes.mpi.assignment import (
     place_processes,
     this_process,
 )
-from slurm_rlhf.nodes.needs import seen_by_processes
+from slurm_rlhf.nodes.needs import needs_of, seen_by_processes
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.nodes.requeue import continuation_of
@@ -310,17 +310,9 @@ def _examine(
     """Examine the nodes; `seen`: what each process sees of its GPUs."""
     gpus = ranks.topology.accelerator == GPU
     wanted, equipped = seen_by_processes(seen, gpus, config.ds.attn_implementation)
-    nodes = tuple(node.name for node in ranks.topology.nodes)
-    asked = local_question(config, ranks, "start it with a GPU for each process")
-    asked = replace(
-        asked,
-        nodes=nodes,
-        needs=replace(asked.needs, wanted=wanted),
-        equipment=equipped,
-        thorough=full,
-        measure=full or (config.preflight != QUICK and len(nodes) > 1),
-    )
-    report, _ = examine_nodes(asked, agents)
+    needs = replace(needs_of(config, ranks, "start it with a GPU for each process"), wanted=wanted)
+    asked = question(config, ranks, needs, [node.name for node in ranks.topology.nodes], full=full)
+    report, _ = examine_nodes(replace(asked, equipment=equipped, thorough=full), agents)
     return report
 
 
