@@ -136,7 +136,9 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
     where = f"the file system {point}{f' ({kind})' if kind else ''} has {_mib(_free(place))} MiB free"
     wanted = f", and {_mib(needed)} MiB are needed" if needed else ""
     if number == errno.ENOSPC:
-        return f"No space left on device: {where}{wanted}{_inodes(place)}"
+        at = _statvfs(place)
+        inodes = " (no inode is left: it holds too many files)" if at and at.f_files and not at.f_favail else ""
+        return f"No space left on device: {where}{wanted}{inodes}"
     if number == errno.EDQUOT:
         return (
             f"Disk quota exceeded: {where}, but your quota on it is used up{wanted}: `quota -s`, or `lfs quota -h -u "
@@ -266,11 +268,6 @@ def _statvfs(place: Path) -> os.statvfs_result | None:
 def _free(place: Path) -> int:
     found = _statvfs(place)
     return found.f_bavail * found.f_frsize if found else 0
-
-
-def _inodes(place: Path) -> str:
-    found = _statvfs(place)
-    return " (no inode is left: it holds too many files)" if found and found.f_files and not found.f_favail else ""
 
 
 def _mib(size: int) -> str:

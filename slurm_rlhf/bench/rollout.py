@@ -31,7 +31,13 @@ from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
     """Measure both sides. Raises ConfigError, ModelError, RunError."""
-    _check_length(config, options["prompt_tokens"])
+    new, longest = config.rollout.max_new_tokens, options["prompt_tokens"] + options["prompt_tokens"] // 2
+    if longest + new > config.data.max_len:
+        raise ConfigError(
+            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} are "
+            f"{longest + new} tokens, more than data.max_len = {config.data.max_len}: lower one of them, or raise "
+            "data.max_len"
+        )
     with with_model(options, config, options["mean_response"]):
         return bench_rollout(config, options["prompts"], options["prompt_tokens"], options["repeats"])
 
@@ -166,13 +172,3 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
     dice = np.random.default_rng([number, count])
     lengths = dice.integers(max(1, tokens // 2), tokens + tokens // 2 + 1, count)
     return [Prompt(i, "", dice.integers(1, vocab, length).astype(np.int32)) for i, length in enumerate(lengths)]
-
-
-def _check_length(config: Config, prompt_tokens: int) -> None:
-    new, longest = config.rollout.max_new_tokens, prompt_tokens + prompt_tokens // 2
-    if longest + new > config.data.max_len:
-        raise ConfigError(
-            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} are "
-            f"{longest + new} tokens, more than data.max_len = {config.data.max_len}: lower one of them, or raise "
-            "data.max_len"
-        )

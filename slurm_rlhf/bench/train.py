@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -40,9 +39,11 @@ def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> str:
     """Format the results for a terminal."""
-    rates = [f"{name} {_speed(result[name])}" for name in ("equal", "ragged")]
+    rows = {name: result[name] for name in ("equal", "ragged")}
+    mfu = {name: f" (MFU {row['mfu']:.1%})" if row["mfu"] else "" for name, row in rows.items()}  # 0: not known
+    rates = [f"{name} {row['tflops']:.3g} TFLOP/s{mfu[name]}" for name, row in rows.items()]
     return (
-        f"{table({name: result[name] for name in ('equal', 'ragged')}, 'tokens/s')}\n"
+        f"{table(rows, 'tokens/s')}\n"
         f"{result['sequences']} sequences of at most {result['longest']} tokens; micro-batches of at most "
         f"{result['max_tokens_per_gpu']} tokens, the bare loop's of {result['micro_batch']} sequences; "
         f"ZeRO-{result['zero_stage']}, {result['param_dtype']}\n"
@@ -139,12 +140,6 @@ def _batch(config: Config, sequences: int, prompt_tokens: int, ragged: bool, rol
     )
     batch.columns["logprobs"] = role.trainer.logprobs(batch, _micros(config, role, batch))["logprobs"]
     return batch
-
-
-def _speed(row: Mapping[str, Any]) -> str:
-    """Format TFLOP/s, and the share of the GPU's bf16 peak if that is known."""
-    share = f" (MFU {row['mfu']:.1%})" if row["mfu"] else ""
-    return f"{row['tflops']:.3g} TFLOP/s{share}"
 
 
 class BaselineTrainer:

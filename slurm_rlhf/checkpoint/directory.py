@@ -83,34 +83,24 @@ class CheckpointDir:
                 _remove(_old(final))
         return final
 
-    def prune(self, max_num: int, kept: Collection[int] = ()) -> list[Path]:
-        """Remove all but the newest `max_num` checkpoints and those of the steps `kept`; return what was removed.
+    def prune(self, max_num: int, kept: Collection[int] = ()) -> None:
+        """Remove all but the newest `max_num` checkpoints and those of the steps `kept`.
 
         Directories without a readable manifest are not counted and not removed. Raises CheckpointError when the
         disk refuses.
         """
         older = resume.entries(self.root)[0][max_num:]
-        surplus = [entry.path for entry in older if entry.manifest.step not in kept]
-        for path in reversed(surplus):
+        for surplus in reversed([entry.path for entry in older if entry.manifest.step not in kept]):
             with self.explained(None):
-                _remove(path)
-        return surplus
+                _remove(surplus)
 
     def of(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether it is there or not."""
         return self.root / f"step_{step:06d}"
 
-    def latest(self) -> Path | None:
-        """Return the newest whole checkpoint. Reads all files, up to a size (see `resume`): slow."""
-        return resume.latest(self.root)
-
     def resolve(self, resume_key: str) -> Path | None:
         """Return the checkpoint that the key `resume` asks for (see `resume.resolve`). Raises CheckpointError."""
         return resume.resolve(self.root, resume_key)
-
-    def load_state(self, path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
-        """Check a checkpoint and return its state (see `resume.load_state`). Raises CheckpointError."""
-        return resume.load_state(path, roles)
 
     @contextmanager
     def explained(self, step: int | None) -> Iterator[None]:

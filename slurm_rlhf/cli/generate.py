@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.preflight import OFF, question, steps_of, tell
@@ -22,11 +21,7 @@ from slurm_rlhf.nodes.examination import examine_nodes
 from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, Wanted
-from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap
-
-if TYPE_CHECKING:
-    from slurm_rlhf.nodes.agent_steps import AgentSteps
 
 Places = Sequence[tuple[str, str]]
 """(key, path) of each file that every node reads."""
@@ -66,23 +61,18 @@ def engine_launcher(config: Config, directory: Path, places: Places) -> Iterator
         if config.preflight == OFF:
             steps.begin(steps.orders())
         else:
-            tell(_examine(config, directory, ranks, places, steps))
+            slurm = steps.slurm
+            needs = Needs(
+                run_dir=str(directory),
+                wanted=Wanted.by(ranks, config),
+                ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
+                places=tuple(places),
+                granted_by="ask for them with --gpus-per-node" if slurm else "start it where nvidia-smi shows GPUs",
+            )
+            # Each node by itself: engines do not talk to each other, so links between nodes do not matter.
+            asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
+            tell(examine_nodes(asked, steps)[0])
         yield ranks, launcher_on(directory, ranks, {}, steps)
-
-
-def _examine(config: Config, directory: Path, ranks: RankMap, places: Places, steps: AgentSteps) -> Report:
-    """Examine each node by itself: engines do not talk to each other, so links between nodes do not matter."""
-    slurm = steps.slurm
-    needs = Needs(
-        run_dir=str(directory),
-        wanted=Wanted.by(ranks, config),
-        ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
-        places=tuple(places),
-        granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
-    )
-    asked = replace(question(config, ranks, needs, ranks.used_nodes, slurm), measure=False)
-    report, _ = examine_nodes(asked, steps)
-    return report
 
 
 def merge_parts(arguments: Arguments) -> int:

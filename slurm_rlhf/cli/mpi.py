@@ -19,7 +19,7 @@ from slurm_rlhf.cli import plan
 from slurm_rlhf.cli.check import looked
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.cli.preflight import OFF, QUICK, local_question, show, tell
+from slurm_rlhf.cli.preflight import OFF, question, show, tell
 from slurm_rlhf.cli.train import led, stage_config
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
@@ -42,7 +42,7 @@ from slurm_rlhf.nodes.mpi.assignment import (
     place_processes,
     this_process,
 )
-from slurm_rlhf.nodes.needs import seen_by_processes
+from slurm_rlhf.nodes.needs import needs_of, seen_by_processes
 from slurm_rlhf.nodes.node_look import equipment
 from slurm_rlhf.nodes.report import Report
 from slurm_rlhf.placement.rank_map import RankMap, draw
@@ -164,17 +164,9 @@ def _examine(
     """Examine the nodes; `seen`: what each process sees of its GPUs."""
     gpus = ranks.topology.accelerator == GPU
     wanted, equipped = seen_by_processes(seen, gpus, config.ds.attn_implementation)
-    nodes = tuple(node.name for node in ranks.topology.nodes)
-    asked = local_question(config, ranks, "start it with a GPU for each process")
-    asked = replace(
-        asked,
-        nodes=nodes,
-        needs=replace(asked.needs, wanted=wanted),
-        equipment=equipped,
-        thorough=full,
-        measure=full or (config.preflight != QUICK and len(nodes) > 1),
-    )
-    report, _ = examine_nodes(asked, agents)
+    needs = replace(needs_of(config, ranks, "start it with a GPU for each process"), wanted=wanted)
+    asked = question(config, ranks, needs, [node.name for node in ranks.topology.nodes], full=full)
+    report, _ = examine_nodes(replace(asked, equipment=equipped, thorough=full), agents)
     return report
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from slurm_rlhf.cli.commands import Arguments, commands, find_command, refuse_unread_keys
 from slurm_rlhf.cluster.slurm_job import OVER, ask_jobs, command
+from slurm_rlhf.cluster.stop import handled
 from slurm_rlhf.config.evaluation import MEAN
 from slurm_rlhf.config.pipeline import EVALUATED, Pipeline, PipelineStage, read_pipeline
 from slurm_rlhf.errors import ConfigError, RunError, meant
@@ -106,10 +107,8 @@ def _run_here(whole: Pipeline, left: list[PipelineStage]) -> int:
             if number != signal.SIGINT:  # a terminal sends that to the child itself
                 child.send_signal(number)
 
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-        code = child.wait()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        with handled((signal.SIGTERM, signal.SIGUSR1, signal.SIGINT), pass_on):
+            code = child.wait()
         if code:
             print(
                 f"pipeline: the stage {stage.name} ended with exit code {code}: those after it do not run. "

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,27 +91,28 @@ def examine(config: Config, ranks: RankMap, steps: AgentSteps, full: bool = Fals
     """
     with run_directory_kept(Path(config.run_dir)):
         if steps.slurm is None:
-            return examine_nodes(replace(local_question(config, ranks), measure=full), steps)
+            needs = needs_of(config, ranks, "start it where nvidia-smi shows GPUs")
+            return examine_nodes(question(config, ranks, needs, [ranks.topology.nodes[0].name], full=full), steps)
         spares, workers = config.cluster.spares, ranks.topology.workers
         nodes: Sequence[str] = steps.slurm.job_nodes if spares else (*ranks.used_nodes, *workers)
         needs = needs_of(config, ranks, "ask for them with sbatch --gpus-per-node")
         if slots := needs.wanted.slots:  # spare nodes may have to replace others
             every = dict.fromkeys([node for node in nodes if node not in workers], max(slots.values()))
             needs = replace(needs, wanted=replace(needs.wanted, slots={**every, **slots}))
-        asked = replace(
-            question(config, ranks, needs, nodes, steps.slurm),
-            place=lambda names: layout_here(config, nodes=names),
-            spares=spares,
-            thorough=full,
-            measure=full or (config.preflight != QUICK and len(nodes) > 1),
-        )
-        return examine_nodes(asked, steps)
+        asked = question(config, ranks, needs, nodes, steps.slurm, full)
+        place = partial(layout_here, config, os.environ)
+        return examine_nodes(replace(asked, place=place, spares=spares, thorough=full), steps)
 
 
 def question(
-    config: Config, ranks: RankMap, needs: Needs, nodes: Sequence[str], slurm: SlurmEnvironment | None = None
+    config: Config,
+    ranks: RankMap,
+    needs: Needs,
+    nodes: Sequence[str],
+    slurm: SlurmEnvironment | None = None,
+    full: bool = False,
 ) -> Question:
-    """Say what is asked of `nodes`, which are nodes of the job or, without a job, this machine."""
+    """Say what is asked of `nodes`: some of the job or, without a job, this machine. `full`: see `examine`."""
     container = container_of(config)
     return Question(
         nodes=tuple(nodes),
@@ -119,17 +121,11 @@ def question(
         versions=versions(),
         ranks=ranks,
         place=lambda names: ranks,
+        measure=full or (config.preflight != QUICK and len(nodes) > 1),
         inside=slurm is not None and container != HOST,
         started=sys.executable if slurm is None else " ".join(container.command("...", gpus=False)[:-2]),
         limit_s=config.timeout.preflight,
     )
-
-
-def local_question(
-    config: Config, ranks: RankMap, granted_by: str = "start it where nvidia-smi shows GPUs"
-) -> Question:
-    """Say what is asked of this machine alone."""
-    return question(config, ranks, needs_of(config, ranks, granted_by), [ranks.topology.nodes[0].name])
 
 
 def preflight(arguments: Arguments) -> int:

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +90,22 @@ def note_early() -> None:
 
 
 @contextmanager
+def handled(numbers: Iterable[int], how: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle signals as `how` says inside the block. Only the main thread may enter it."""
+    before = {number: signal.signal(number, how) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
 def termination() -> Iterator[threading.Event]:
     """Make SIGTERM only set the event inside the block. Only the main thread may enter it."""
     came = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: came.set())
-    try:
+    with handled([signal.SIGTERM], lambda number, frame: came.set()):
         yield came
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -41,7 +41,11 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
     if not any((directory / name).is_file() for name in WEIGHTS):
         lacking = f"weights (none of {', '.join(WEIGHTS)})"
         raise ModelError(f"{key}: {path} {_instead_of_model(directory, lacking)}")
-    check_weights(key, directory)
+    try:
+        for file in weight_files(directory):
+            _check_file(file)  # a few kB of it, so that a broken download is found before anything starts
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from None
     if tokenizer:
         require_tokenizer(directory, f"{key}: ")
 
@@ -279,18 +283,6 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _POINTER = b"version https://git-lfs"
 """Beginning of the text file that Git leaves in place of a large file that was not fetched."""
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-
-
-def check_weights(key: str, directory: Path) -> None:
-    """Check that the weight files of `directory` are there and whole, by their headers and sizes. Raises ModelError.
-
-    Reads a few kB of each, so that a broken download is found before anything starts.
-    """
-    try:
-        for file in weight_files(directory):
-            _check_file(file)
-    except ModelError as error:
-        raise ModelError(f"{key}: {error}") from None
 
 
 def weight_files(directory: Path) -> list[Path]:

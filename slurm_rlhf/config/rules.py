@@ -41,15 +41,6 @@ def corrects(config: Config) -> bool:
     return bool(keys.bypass or keys.level or _preset(config) != "none" or keys.off_policy_delta)
 
 
-def correction_problems(config: Config) -> Iterator[str]:
-    """Find the keys of the correction that contradict each other, one sentence for each."""
-    if config.algo.correction.bypass:
-        yield from row_problems("bypass", config)
-    else:
-        yield from islice(row_problems("choice", config, chosen=_preset(config)), 1)
-    yield from islice(row_problems("thresholds", config, chosen=_preset(config)), 1)
-
-
 def _preset(config: Config) -> str:
     """Resolve `auto`: with bypass the ratio corrects by itself."""
     keys = config.algo.correction
@@ -98,7 +89,11 @@ def rule_problems(config: Config) -> Iterator[str]:
     if not algorithm:
         yield from colocated(config)
     yield from row_problems("sampling", config)
-    yield from correction_problems(config)
+    if config.algo.correction.bypass:
+        yield from row_problems("bypass", config)
+    else:
+        yield from islice(row_problems("choice", config, chosen=_preset(config)), 1)
+    yield from islice(row_problems("thresholds", config, chosen=_preset(config)), 1)
 
 
 def _algorithm_problems(config: Config) -> Iterator[str]:

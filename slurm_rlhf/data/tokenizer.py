@@ -13,7 +13,7 @@ be a list of tokens that, appended to those of the prompt, decode to the text of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,10 @@ class Tokenizer:
                 "never end; set it with `tokenizer.eos_token = ...; tokenizer.save_pretrained(directory)`"
             )
         words = {name: word for name in SPECIAL if (word := _content(special.get(name)))}
-        backend.add_special_tokens(_unmarked(backend, words.values()))
+        # transformers marks the special tokens itself that tokenizer.json does not mark as special.
+        marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        unmarked = [word for word in words.values() if word not in marked and backend.token_to_id(word) is not None]
+        backend.add_special_tokens(unmarked)
         template_file, source = _template_source(directory, config)
         template = ChatTemplate(source, words, str(template_file)) if source else None
         bos = words.get("bos_token", "")
@@ -158,12 +161,6 @@ def _content(token: Any) -> str | None:
 def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     text = _content(token)
     return None if text is None else backend.token_to_id(text)
-
-
-def _unmarked(backend: tokenizers.Tokenizer, words: Iterable[str]) -> list[str]:
-    """List the special tokens that tokenizer.json does not mark as special; transformers marks them itself."""
-    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    return [word for word in words if word not in marked and backend.token_to_id(word) is not None]
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> tuple[Path, str | None]:

@@ -131,8 +131,8 @@ def identity_of(config: Config, model: Path, keys: Sequence[str] = ()) -> Identi
     }
 
 
-def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
-    """Make `directory` the place of this output; return whether it was begun before. `option` names the directory.
+def claim(directory: Path, identity: Identity, option: str = "run_dir") -> None:
+    """Make `directory` the place of this output, begun before or not. `option` names the directory.
 
     Raises ConfigError where it holds an output of something else, with both values, or one of unknown origin.
     """
@@ -144,7 +144,7 @@ def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
                 f"another {option}, or move the file away"
             )
         write_atomically(file, json.dumps(identity, indent=1) + "\n", durable=True)
-        return False
+        return
     before = read_identity(directory)
     unlike = [
         f"{key}: {_shown(before.get(key))} there, {_shown(identity.get(key))} here"
@@ -157,7 +157,6 @@ def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
             f"{directory / OUTPUT} was made with other settings, and rows of two kinds do not belong in one file:\n"
             f"  {differences}\nGive this job another {option}, or the settings that the file was begun with"
         )
-    return True
 
 
 def read_identity(directory: Path) -> Identity:

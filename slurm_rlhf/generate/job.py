@@ -38,7 +38,7 @@ from slurm_rlhf.nodes.requeue import continuation_of
 from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
 from slurm_rlhf.placement.topology import CPU, RoleSize, Topology
-from slurm_rlhf.records import Prompt, Sampling
+from slurm_rlhf.records import Sampling
 from slurm_rlhf.run_directory import RunDirectory, run_directory_kept
 from slurm_rlhf.sampling.batches import sampling_of
 from slurm_rlhf.sampling.environment import Environments
@@ -80,7 +80,7 @@ class GenerateJob:
 
     def run(self, stop: Stop) -> None:
         """Answer every row. Raises StopRequested, RunError when no engine is left, RewardError, OSError."""
-        refused = self.pending.refuse_bad_rows()
+        refused = [line for row in self.pending.bad for line in self.pending.errors(row.index, row.text, row.error)]
         self.output.append(refused)
         self.progress.refused = len(refused)
         if not self.pending.queue.unfinished:
@@ -260,12 +260,8 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     made = copy.deepcopy(config)
     made.run_dir = str(directory)
     made.actor.model_name_or_path = str(model)
-    made.vllm = replace(
-        made.vllm,
-        num_engines=len(ranks.tp_groups),
-        num_nodes=len(ranks.roles[ROLLOUT]),
-        sync_mode="drain",
-    )
+    made.vllm.num_engines, made.vllm.num_nodes = len(ranks.tp_groups), len(ranks.roles[ROLLOUT])
+    made.vllm.sync_mode = "drain"
     made.train.colocate_all = made.ds.enable_sleep = False
     return made
 
@@ -331,16 +327,6 @@ class EvalJob:
         made = engine_config(self.config, self.source.model, ranks, self.root)
         return answer_rows(made, self.root, ranks, launcher, self.source, self._rows, "--output")
 
-    def prompts(self) -> list[Prompt]:
-        """Return all prompts, with the numbers of their rows."""
-        found = [prompt for one in self.sets for prompt in one.prompts]
-        return [replace(prompt, index=row) for row, prompt in enumerate(found)]
-
-    def sampling(self) -> dict[int, Sampling]:
-        """Return the sampling of each row."""
-        each = [how for one in self.sets for how in [one.sampling(self.config)] * len(one.prompts)]
-        return dict(enumerate(each))
-
     def responses(self, lines: Iterable[dict[str, Any]]) -> list[list[ScoredResponse]]:
         """Make the scored responses of each data set from the lines of the output."""
         places = [(number, prompt) for number, one in enumerate(self.sets) for prompt in one.prompts]
@@ -354,8 +340,10 @@ class EvalJob:
         for message in answered(self.sets):
             print(message)
         named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
-        prompts, own = self.prompts(), self._identity(model)
-        return JobRows(self.sampling(), lambda numbers: [prompts[number] for number in numbers], own, named)
+        found = [prompt for one in self.sets for prompt in one.prompts]
+        each = [how for one in self.sets for how in [one.sampling(self.config)] * len(one.prompts)]
+        prompts, own = [replace(prompt, index=row) for row, prompt in enumerate(found)], self._identity(model)
+        return JobRows(dict(enumerate(each)), lambda numbers: [prompts[number] for number in numbers], own, named)
 
     def report(self) -> Evaluated:
         """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""

@@ -227,12 +227,9 @@ class PendingRows:
                 self.prompts[row.index] = row
         self.queue = RowQueue(deque(sorted(self.prompts)))
 
-    def refuse_bad_rows(self) -> list[OutputLine]:
-        """Make the lines of the bad rows, which no engine gets."""
-        return [line for row in self.bad for line in self._errors(row.index, row.text, str(row.error))]
-
-    def _errors(self, row: int, text: str | None, why: str) -> list[OutputLine]:
-        return [OutputLine(row, sample, text, error=why) for sample in self._missing(row)]
+    def errors(self, row: int, text: str | None, why: object) -> list[OutputLine]:
+        """Make the lines of a row that no engine answers."""
+        return [OutputLine(row, sample, text, error=str(why)) for sample in self._missing(row)]
 
     def _missing(self, row: int) -> list[int]:
         return [sample for sample in range(self.sampling[row].n) if (row, sample) not in self.written]
@@ -263,7 +260,7 @@ class PendingRows:
             hopeless, broken = self.queue.fail(news.engine, news.row)
             if broken:
                 calls.handle.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
-            return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
+            return self.errors(news.row, self.prompts[news.row].text, error) if hopeless else []
         if isinstance(error, CallTimeout):
             calls.handle.give_up(news.engine, f"{error} (timeout.generate)")
         return []  # the engine is gone: the news of that takes its rows back

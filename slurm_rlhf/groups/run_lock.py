@@ -77,7 +77,10 @@ def lead(leader: Leader, directory: RunDirectory, end: float | None, lead_s: flo
                 leader.tell(arranged.text)
                 return reason.exit_code if arranged.sure else NOT_ARRANGED
     except BaseException as error:
-        log_error(error)
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, RemoteError) and error.remote_traceback:
+            text += f"\nin the role:\n{error.remote_traceback}"
+        log.error("%s", text)
         leader.failed(error)
         raise
     if called_off := continuation.finished():
@@ -126,14 +129,6 @@ def logging_to(path: Path) -> Iterator[None]:
         logger.removeHandler(handler)
         with contextlib.suppress(OSError):
             handler.close()
-
-
-def log_error(error: BaseException) -> None:
-    """Write an error into the log with its traceback, and with that of a rank where it comes from one."""
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, RemoteError) and error.remote_traceback:
-        text += f"\nin the role:\n{error.remote_traceback}"
-    log.error("%s", text)
 
 
 def refuse_short_time(end: float | None, lead_s: float) -> None:

@@ -29,17 +29,6 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
 
 
-def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
-    """Return variables that make NCCL write into `logs` why it hangs. A node's own /tmp is lost with the job."""
-    return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(logs / f"nccl_trace.{role}."),
-        "NCCL_DEBUG": "WARN",
-        "NCCL_DEBUG_FILE": str(logs / f"nccl.{role}.%h.%p.log"),
-    }
-
-
 def without_injected(environ: Mapping[str, str]) -> dict[str, str]:
     """Copy `environ` without the variables that describe a rank."""
     return {
@@ -67,7 +56,14 @@ def node_environment(
     kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
     local = {**(cache_variables(temporary) if caches else {}), "TMPDIR": str(temporary)}
-    return {**diagnosis_variables(role, logs), **networks, **kept, **local, **own}
+    diagnosis = {  # NCCL writes why it hangs; a node's own /tmp is lost with the job
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / f"nccl_trace.{role}."),
+        "NCCL_DEBUG": "WARN",
+        "NCCL_DEBUG_FILE": str(logs / f"nccl.{role}.%h.%p.log"),
+    }
+    return {**diagnosis, **networks, **kept, **local, **own}
 
 
 def visible_gpus(topology: Topology, node: str, slots: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:

@@ -95,8 +95,9 @@ def _take_part(order: dict[str, Any], process: int, listening: int, tell: Tell) 
         except Exception as error:
             tell({"process": process, "group": name, "error": str(error).strip().splitlines()[0][:300]})
     store.add("through", 1)
-    if first:
-        _stay(store, order["processes_in_all"])
+    end = time.monotonic() + timeouts.GROUP_LEAVE_S
+    while first and store.add("through", 0) < order["processes_in_all"] and time.monotonic() < end:
+        time.sleep(_POLL_S)  # the store is here, and others are not through with it
 
 
 def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> bool:
@@ -113,13 +114,6 @@ def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> 
             return False
         time.sleep(_POLL_S)
     return bool(store.get("go") == b"yes")
-
-
-def _stay(store: Any, processes: int) -> None:
-    """Keep the store until all others are through with it."""
-    end = time.monotonic() + timeouts.GROUP_LEAVE_S
-    while store.add("through", 0) < processes and time.monotonic() < end:
-        time.sleep(_POLL_S)
 
 
 def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[str, float]:

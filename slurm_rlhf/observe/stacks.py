@@ -119,7 +119,6 @@ _FIRST = signal.SIGRTMAX - 4
 
 _GRACE_S = 1.0
 """Time that Python has to write the stacks, before each thread writes its own."""
-_CLOCK_MONOTONIC = 1
 _SIGEV_THREAD_ID = 4
 _STDERR = 2
 
@@ -219,7 +218,7 @@ def _made(thread: int, number: int) -> ctypes.c_void_p | None:
     """Make a timer that interrupts a thread by a signal; None if the thread has ended or the system refuses."""
     event = _Event(signo=number, notify=_SIGEV_THREAD_ID, thread=thread)
     timer = ctypes.c_void_p()
-    failed = _timers().timer_create(_CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
+    failed = _timers().timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(timer))
     return None if failed else timer
 
 

@@ -151,7 +151,8 @@ def _with_tensors(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
     family, hidden, layers, moe = shape.family, shape.hidden, shape.layers, shape.moe_layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     dense, norm = layers - moe, layers if family.qk_norm else 0
-    qkv, output, mlp = (_flag(config, bias) for bias in (family.qkv_bias, family.output_bias, family.mlp_bias))
+    biases = (family.qkv_bias, family.output_bias, family.mlp_bias)
+    qkv, output, mlp = (bias if isinstance(bias, bool) else bool(config.get(*bias)) for bias in biases)
     full = family.qk_norm == "full"
     one = hidden * shape.expert_width
     share = shape.experts_per_token / max(shape.experts, 1)
@@ -198,11 +199,6 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
     else:
         slides = [layer >= first for layer in range(layers)]
     return tuple(window if slide else 0 for slide in slides)
-
-
-def _flag(config: Mapping[str, Any], value: bool | Sequence[Any]) -> bool:
-    """Return a family's constant, or the value of the field of config.json (field, default) that it names."""
-    return value if isinstance(value, bool) else bool(config.get(*value))
 
 
 def _number(config: Mapping[str, Any], field: str) -> int:
@@ -290,13 +286,11 @@ def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
         attention = 4 * q * d + shape.heads * how.length * (4 + (0 if d == 4 else d))
     else:
         attention = 2 * (q + k) * d + 4 * shape.heads
-    return norms + attention + (_experts(shape, d) if moe else 4 * shape.width * d)
-
-
-def _experts(shape: ModelShape, d: int) -> float:
-    """Count the bytes that the experts of a layer save, as transformers computes them, and the few of the router."""
-    routed = shape.experts_per_token * (4 * shape.expert_width + 2 * shape.hidden)
-    return d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
+    if not moe:
+        return norms + attention + 4 * shape.width * d
+    # As transformers computes the experts of a layer, and a few bytes of the router.
+    routed = shape.experts_per_token * (4 * shape.expert_width + 2 * h)
+    return norms + attention + d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
 
 
 def saved(shape: ModelShape, how: Pass) -> int:

@@ -161,7 +161,8 @@ def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool =
     for policy in _POLICIES:
         for order in _orders(blocks, thorough):
             if (placed := _try(_Space(buckets), blocks, order, policy)) is not None:
-                return _assignments(placed)
+                choices = [placed[number] for number in range(len(blocks))]
+                return [sorted((node, slots) for _, slots, nodes in each for node in nodes) for each in choices]
     return None
 
 
@@ -173,12 +174,6 @@ def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy:
         space.take(number, choice)
         placed[number] = choice
     return placed
-
-
-def _assignments(placed: dict[int, _Choice]) -> list[Assignment]:
-    return [
-        sorted((node, slots) for _, slots, nodes in placed[number] for node in nodes) for number in range(len(placed))
-    ]
 
 
 @lru_cache(maxsize=4096)

@@ -51,19 +51,6 @@ _RARELY = 100_000  # new objects between two collections of garbage
 _ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
-def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
-    """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
-
-
-def collect_as_usual() -> None:
-    """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_USUAL)
-
-
 def crash_at_once() -> None:
     """End at once on a segmentation fault.
 
@@ -86,7 +73,9 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
 def has_loaded(cache: KernelCache | None, failed: bool) -> None:
     """Complete the start after the first call, in which a rank has loaded its model unless it `failed`."""
     crash_at_once()
-    collect_as_usual()
+    gc.collect()
+    gc.freeze()  # later collections pass over what the start has made
+    gc.set_threshold(_USUAL)
     if cache is not None and not failed:
         cache.started()
 
@@ -219,13 +208,14 @@ def main() -> None:
     parser.add_argument("--words", nargs="*", default=[], help="what the program gets")
     arguments = parser.parse_args()
 
-    gc.set_threshold(_RARELY)  # until `collect_as_usual`: imports make a million objects, and next to no garbage
+    gc.set_threshold(_RARELY)  # until `has_loaded`: imports make a million objects, and next to no garbage
     keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
-    info = rank_info(arguments.role, arguments.first_rank, arguments.world)
+    local_rank = int(os.environ["LOCAL_RANK"])  # torchrun counts the processes of a node
+    info = RankInfo(arguments.role, arguments.first_rank + local_rank, arguments.world, local_rank, node_name())
     print_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
-from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_adapters, refuse_other_model
+from slurm_rlhf.checkpoint.resume import changed_keys, load_state, refuse_other_adapters, refuse_other_model
 from slurm_rlhf.cluster.resources import current_topology, fits_gpus
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.check import warnings
@@ -249,7 +249,7 @@ class Conductor:
         checkpoint = back.find(self.reporting.note)
         self.state = RunState(seed=self.config.train.seed)
         if checkpoint is not None:
-            self.state = RunState.from_json(back.directory.load_state(checkpoint)["run"])
+            self.state = RunState.from_json(load_state(checkpoint)["run"])
         else:
             self.reporting.note("there is no checkpoint yet: the run begins anew, with the initial weights")
         self.state.wall_s, self.started = spent_s, time.monotonic()
@@ -279,12 +279,11 @@ class Conductor:
                 f"{self.directory.root} holds a run already and --resume never would overwrite it. "
                 "Give another --run_dir, or leave --resume at auto to go on."
             )
-        checkpoints = CheckpointDir(self.directory.root)
-        checkpoint = checkpoints.resolve(self.config.resume)
+        checkpoint = CheckpointDir(self.directory.root).resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
         saving = [role.name for role in running_roles(self.config) if role.kind == "trained"]
-        state = checkpoints.load_state(checkpoint, saving)
+        state = load_state(checkpoint, saving)
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state

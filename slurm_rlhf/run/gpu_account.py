@@ -216,7 +216,8 @@ class GpuAccount:
         }
 
     def _speeds(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
-        peaks = {role: self._peak_of(role) for role in self._slots}
+        cards_of = {role: [_peak(report.gpu) for report in self._reports.get(role, [])] for role in self._slots}
+        peaks = {role: min(known, default=0.0) for role, known in cards_of.items()}
         if self._flops is None or not all(peaks.values()):
             return {}
         update = self._flops.update(experience, number > self.config.critic.freezing_steps)
@@ -229,9 +230,6 @@ class GpuAccount:
             "perf/mfu": mfu(whole, timings["time/step"], 1, sum(cards.values())),
             "perf/mfu_update": mfu(update, timings["time/update"], 1, sum(cards[slot] for slot in training)),
         }
-
-    def _peak_of(self, role: str) -> float:
-        return min((_peak(report.gpu) for report in self._reports.get(role, [])), default=0.0)
 
 
 _RATES = (("perf/mfu_update", "MFU in updates"), ("perf/mfu", "over the step"))

@@ -126,13 +126,6 @@ class Recorder:
         """Note a call, except this recorder's own."""
         return self._spans.began(role, rank, name) if name != MEMORY else lambda: None
 
-    def _ask_memory(self) -> None:
-        """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
-        for role, handle in self._handles.items():
-            for number in handle.ready:
-                take = partial(self._measured, role, handle.rank_of(number))
-                handle.call(number, RankCalls.memory).add_done_callback(take)
-
     def _measured(self, role: str, rank: int, answer: Future[DeviceReport]) -> None:
         if answer.exception() is None:
             found = answer.result()
@@ -178,8 +171,10 @@ class Recorder:
             self._put(weight_transfer={"backend": way.backend, "interface": way.interface})
         every = self._settings.report_steps
         due = every and step % every == 0
-        if first or due:
-            self._ask_memory()
+        for role, handle in self._handles.items() if first or due else ():
+            for number in handle.ready:  # the answers come when the ranks have the time
+                take = partial(self._measured, role, handle.rank_of(number))
+                handle.call(number, RankCalls.memory).add_done_callback(take)
         if every and (first or due) and time.monotonic() - self._reported >= self._report_s / COST:
             self._report()
 

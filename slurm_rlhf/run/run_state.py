@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir, Failures, best_interval, in_steps, span
+from slurm_rlhf.checkpoint.resume import load_state
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.run_status import finite
@@ -277,7 +278,7 @@ class RunCheckpoints:
 
         `note` informs the user of changes since then.
         """
-        state, step = self.directory.load_state(path), self.step
+        state, step = load_state(path), self.step
         step.order.load_state_dict(state["order"])
         step.kl.load_state_dict(state["kl"])
         if isinstance(step.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):

@@ -79,7 +79,11 @@ class SelfCheck:
         self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
     ) -> None:
         """Check the experience that `TrainingStep.collect` has made; the actor has policy `version`."""
-        self._warn_of_clipping(step, metrics)
+        share = metrics.get("reward_clipped", 0.0)
+        # Whether the self-check is on or not, and again when they become more.
+        if warning := clip_warning(share, self._warned.get("clipped", 0.0), self.config.reward.clip_range):
+            self._warned["clipped"] = share
+            self.note(f"step {step}: {warning}")
         if wrong := other_tokens(trajectories, exp):
             raise SelfCheckError(wrong)
         if not self.config.train.self_check:
@@ -141,13 +145,6 @@ class SelfCheck:
         log_ratio = (exp.columns["logprobs"] - self._passed)[exp.action_mask].astype(np.float64)
         self._passed = None
         return float(np.exp(log_ratio).mean()), float((np.expm1(log_ratio) - log_ratio).mean())
-
-    def _warn_of_clipping(self, step: int, metrics: dict[str, float]) -> None:
-        """Warn of many clipped rewards, whether the self-check is on or not, and again when they become more."""
-        share = metrics.get("reward_clipped", 0.0)
-        if warning := clip_warning(share, self._warned.get("clipped", 0.0), self.config.reward.clip_range):
-            self._warned["clipped"] = share
-            self.note(f"step {step}: {warning}")
 
     def _engine_finite(self, step: int, lost: float, exp: Experience) -> None:
         """Warn of tokens whose log-prob of the engine is not a number, and end the run if they are many."""

@@ -6,13 +6,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.resume import changed_keys, refuse_other_adapters, refuse_other_model
-from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason
+from slurm_rlhf.checkpoint.resume import changed_keys, load_state, refuse_other_adapters, refuse_other_model
+from slurm_rlhf.cluster.stop import INTERRUPT, STOP_FILE, TERM, USR1, Reason, handled
 from slurm_rlhf.config.roles import ACTOR, of_command
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.text import dump_toml
@@ -59,7 +60,7 @@ class StageRecord:
         of an earlier start that has left no checkpoint are put aside. Raises CheckpointError, ConfigError.
         """
         checkpoint = self._checkpoints.resolve(self._config.resume)
-        state = self._checkpoints.load_state(checkpoint, [self._name]) if checkpoint else {}
+        state = load_state(checkpoint, [self._name]) if checkpoint else {}
         changes = changed_keys(checkpoint / _CONFIG, self._config) if checkpoint else []
         self.model = model or {}
         refuse_other_model(state.get("model", {}), self.model, f"{self._name}.output_dir")
@@ -163,20 +164,16 @@ class StopSignals:
     def __init__(self) -> None:
         self.reason: Reason | None = None
         """Which signal has come; None: none."""
-        self._before: dict[int, Any] = {}
+        self._taken = ExitStack()
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._came) for number in REASONS}
+            self._taken.enter_context(handled(REASONS, self._came))
         return self
 
     def _came(self, number: int, frame: FrameType | None) -> None:
         self.reason = REASONS[signal.Signals(number)]
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._taken.close()
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        self._taken.close()

@@ -163,10 +163,10 @@ class ControlServer(IoLoop):
         with self._lock:
             self._broken.pop(role, None)
 
-    def dismiss(self, role: str, reason: str) -> int:
-        """Give up all ranks of `role` because it is started again; returns the number of that start.
+    def dismiss(self, role: str, reason: str) -> None:
+        """Give up all ranks of `role` because it is started again.
 
-        Whoever says hello with another number is refused, and old ranks that still send get the message to end.
+        Whoever says hello with another number than `starts` is refused, and old ranks that still send are asked to end.
         """
         with self._lock:
             self._broken.pop(role, None)
@@ -179,7 +179,6 @@ class ControlServer(IoLoop):
         for call in calls:
             call.future.set_exception(RoleDied(f"{call.peer} is lost: {reason}"))
         log.info("%s: %d ranks are given up, start %d follows", role, len(dismissed), number)
-        return number
 
     def _of_role(self, role: str) -> list[Peer]:
         return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)

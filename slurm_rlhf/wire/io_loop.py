@@ -35,9 +35,6 @@ from slurm_rlhf.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-OnLost = Callable[[Peer], None]
-OnEvent = Callable[[Peer, str, dict[str, Any]], None]
-
 _REMEMBERED = 400  # messages
 
 
@@ -53,8 +50,8 @@ class IoLoop(IoThread):
         host: str = "127.0.0.1",
         heartbeat_interval: float = 1.0,
         heartbeat_limit: float = 20.0,
-        on_lost: OnLost | None = None,
-        on_event: OnEvent | None = None,
+        on_lost: Callable[[Peer], None] | None = None,
+        on_event: Callable[[Peer, str, dict[str, Any]], None] | None = None,
     ) -> None:
         """Listen at once, on a port that the system chooses.
 

@@ -35,9 +35,9 @@ def checkpoints(tmp_path: Path) -> CheckpointDir:
 def test_a_role_that_the_run_had_not_is_named(checkpoints: CheckpointDir) -> None:
     """As where a run without a critic goes on with an algorithm that has one."""
     path = save(checkpoints, 1)
-    assert checkpoints.load_state(path, ["actor", "critic"])["step"] == 1
+    assert resume.load_state(path, ["actor", "critic"])["step"] == 1
     with pytest.raises(CheckpointError, match=r"step_000001 holds no judge: the run that wrote it had none, by"):
-        checkpoints.load_state(path, ["actor", "judge"])
+        resume.load_state(path, ["actor", "judge"])
 
 
 def test_what_is_saved_comes_back(checkpoints: CheckpointDir) -> None:
@@ -52,10 +52,10 @@ def test_what_is_saved_comes_back(checkpoints: CheckpointDir) -> None:
     }
     path = checkpoints.begin(10)
     assert path == checkpoints.root / "step_000010.tmp"
-    assert checkpoints.latest() is None
+    assert resume.latest(checkpoints.root) is None
     final = checkpoints.commit(10, {**state, "bad": math.nan})
-    assert final == checkpoints.latest() == checkpoints.root / "step_000010"
-    back = checkpoints.load_state(final)
+    assert final == resume.latest(checkpoints.root) == checkpoints.root / "step_000010"
+    back = resume.load_state(final)
     assert math.isnan(back.pop("bad"))
     assert back == {**state, "order": [3, [1, 2]]}
 
@@ -65,14 +65,14 @@ def test_state_that_json_does_not_have_is_refused(checkpoints: CheckpointDir) ->
     checkpoints.begin(2)
     with pytest.raises(TypeError, match="bytes is not JSON serializable"):
         checkpoints.commit(2, {"a": [b"x"]})
-    assert checkpoints.latest() == checkpoints.root / "step_000001"
+    assert resume.latest(checkpoints.root) == checkpoints.root / "step_000001"
 
 
 def test_no_checkpoints_at_all(checkpoints: CheckpointDir) -> None:
-    assert checkpoints.latest() is None
+    assert resume.latest(checkpoints.root) is None
     assert checkpoints.resolve("auto") is None
     assert checkpoints.resolve("never") is None
-    assert checkpoints.prune(1) == []
+    checkpoints.prune(1)
     assert not checkpoints.root.exists()
 
 
@@ -81,8 +81,9 @@ def test_newest_is_the_last_written_and_not_the_highest_step(checkpoints: Checkp
     for step in (10, 20, 15):
         save(checkpoints, step)
     assert checkpoints.resolve("auto") == checkpoints.root / "step_000015"
-    assert checkpoints.prune(2) == [checkpoints.root / "step_000010"]
-    assert checkpoints.prune(1) == [checkpoints.root / "step_000020"]
+    checkpoints.prune(2)
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000015", "step_000020"]
+    checkpoints.prune(1)
     assert [path.name for path in checkpoints.root.iterdir()] == ["step_000015"]
 
 
@@ -92,8 +93,7 @@ def test_prune_keeps_what_it_is_reported_and_touches_nothing_else(checkpoints: C
     (checkpoints.root / "notes.txt").write_text("mine")
     (checkpoints.root / "step_best").mkdir()
     (checkpoints.root / "step_000001").mkdir()
-    removed = checkpoints.prune(3)
-    assert sorted(path.name for path in removed) == ["step_999998", "step_999999"]
+    checkpoints.prune(3)
     left = sorted(path.name for path in checkpoints.root.iterdir())
     assert left == ["notes.txt", "step_000001", "step_1000000", "step_1000001", "step_1000002", "step_best"]
 
@@ -105,7 +105,7 @@ def test_same_step_twice_replaces(checkpoints: CheckpointDir, damaged: bool) -> 
     if damaged:
         (first / "actor/rank_0/model.bin").unlink()
     final = save(checkpoints, 5, "second")
-    assert checkpoints.load_state(final)["note"] == "second"
+    assert resume.load_state(final)["note"] == "second"
     assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000004", "step_000005"]
 
 
@@ -150,7 +150,7 @@ def test_damage_is_found_and_the_usable_checkpoint_named(
 ) -> None:
     good, bad = save(checkpoints, 1), save(checkpoints, 2)
     damage(bad / name)
-    for use in (checkpoints.load_state, lambda path: checkpoints.resolve(str(path))):
+    for use in (resume.load_state, lambda path: checkpoints.resolve(str(path))):
         with pytest.raises(CheckpointError) as caught:
             use(bad)
         assert str(bad) in str(caught.value)
@@ -166,7 +166,7 @@ def test_auto_does_not_start_anew_over_damaged_checkpoints(checkpoints: Checkpoi
     first, second = save(checkpoints, 1), save(checkpoints, 2)
     flip(first / "state.json")
     (second / "manifest.json").unlink()
-    assert checkpoints.latest() is None
+    assert resume.latest(checkpoints.root) is None
     with pytest.raises(CheckpointError, match=r"(?s)no checkpoint in .* is whole:.*step_00000[12].*--resume never"):
         checkpoints.resolve("auto")
     assert checkpoints.resolve("never") is None
@@ -186,7 +186,7 @@ def test_checkpoint_can_be_moved_and_given_a_name(checkpoints: CheckpointDir, tm
     moved = shutil.move(save(checkpoints, 3), tmp_path / "best")
     (moved / "README").write_text("files of the user's do no harm")
     assert checkpoints.resolve(str(moved)) == moved
-    assert checkpoints.load_state(moved)["step"] == 3
+    assert resume.load_state(moved)["step"] == 3
 
 
 def test_large_files_are_checked_by_size_and_both_ends(
@@ -202,9 +202,9 @@ def test_large_files_are_checked_by_size_and_both_ends(
     for damaged in (b"\0" + intact[1:], intact[:-1000] + bytes(1000), intact + b"\0"):
         model.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"actor/rank_0/model\.bin"):
-            checkpoints.load_state(bad)
+            resume.load_state(bad)
     model.write_bytes(intact)
-    assert checkpoints.load_state(bad)["step"] == 1
+    assert resume.load_state(bad)["step"] == 1
 
 
 # --- the disk
@@ -215,7 +215,7 @@ def test_full_disk_names_the_checkpoint_that_is_left(checkpoints: CheckpointDir)
     (checkpoints.begin(2) / "state.json").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=f"checkpoint 2 could not be written.*No space left.*{good}"):
         checkpoints.commit(2, {"step": 2})
-    assert checkpoints.latest() == good
+    assert resume.latest(checkpoints.root) == good
 
 
 def test_save_whose_directory_was_taken_away(checkpoints: CheckpointDir) -> None:
@@ -223,7 +223,7 @@ def test_save_whose_directory_was_taken_away(checkpoints: CheckpointDir) -> None
     shutil.rmtree(checkpoints.begin(2))
     with pytest.raises(CheckpointError, match=r"has vanished.*own"):
         checkpoints.commit(2, {})
-    assert checkpoints.latest() == good
+    assert resume.latest(checkpoints.root) == good
 
 
 def test_the_way_back_passes_over_what_is_damaged_and_what_another_start_has_left(checkpoints: CheckpointDir) -> None:

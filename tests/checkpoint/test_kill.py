@@ -10,6 +10,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.resume import load_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,7 +73,7 @@ def test_kill_before_every_single_file_operation(tmp_path: Path, step: int) -> N
         checkpoints = CheckpointDir(run)
         path = checkpoints.resolve("auto")
         assert path is not None, run.name
-        note = checkpoints.load_state(path)["note"]
+        note = load_state(path)["note"]
         assert all((path / role / "model.bin").read_bytes() == note.encode() * 1000 for role in ("actor", "critic"))
         notes.append(note)
         checkpoints.begin(3)

@@ -18,7 +18,7 @@ from tiny_models import make_tiny
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
-from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.resume import latest, load_state
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -123,7 +123,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     assert run.state.step == 1
     assert rows(tmp_path) == []  # the step's line waits for its evaluation
     assert run.reporting.moved
-    state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000001")
+    state = load_state(tmp_path / "checkpoints" / "step_000001")
     assert state["unevaluated"]["reward"] == 1.0
     assert state["reward_scale"] == {"count": 3, "mean": 1.0, "m2": 2.0}
 
@@ -136,7 +136,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     again.run()
     assert [(row["step"], row["reward"], row["eval"]) for row in rows(tmp_path)] == [(1, 1.0, 1.0), (2, 2.0, 1.0)]
     assert all("time/step" in row for row in rows(tmp_path))
-    last = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
+    last = load_state(tmp_path / "checkpoints" / "step_000002")
     assert "unevaluated" not in last
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
     run = make(tmp_path, stop, reward)
     run.step.scale = None
     run.run()
-    state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
+    state = load_state(tmp_path / "checkpoints" / "step_000002")
     assert sorted(state) == ["kl", "order", "run"]
     assert make(tmp_path, stop, reward, resume=True).step.scale == RunningScale(3, 1.0, 2.0)
 
@@ -183,7 +183,7 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
     assert row["step"] == 1
     assert row["perf/tokens_per_s"] * row["time/step"] == pytest.approx(8)  # tokens of a step
     assert row["perf/rollout_tokens_per_s"] == 8  # whose sampling took a second
-    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"
+    assert latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
@@ -193,7 +193,7 @@ def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
     refuse_second(run, FilteredAway("step 2: dynamic sampling kept 0 of 36 groups"))
     with pytest.raises(FilteredAway):
         run.run()
-    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"
+    assert latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_000001"
 
 
 # --- eval sets --------------------------------------------------------------------------------------------------------

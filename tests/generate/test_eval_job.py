@@ -40,7 +40,8 @@ def job_of(config: Config, model: Path) -> EvalJob:
 def test_rows_of_all_data_sets_are_numbered_through_and_come_back(file: Path) -> None:
     config = load_config(file)
     rows = job_of(config, file.parent / "model")
-    prompts, how = rows.prompts(), rows.sampling()
+    made = rows._rows(file.parent / "model")
+    prompts, how = made.prompts(range(48)), made.sampling
     assert [prompt.index for prompt in prompts] == list(range(48)) == list(how)
     assert (how[23].n, how[23].temperature, how[24].n, how[24].temperature) == (1, 0.0, 2, 1.0)
     lines = [
@@ -61,13 +62,13 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
         asked.append((prompt.index, sampling.n, sampling.temperature))
 
     config = load_config(file)
-    rows = job_of(config, file.parent / "model")
+    rows = job_of(config, file.parent / "model")._rows(file.parent / "model")
     config.vllm.max_num_seqs = 8
-    PendingRows(config, rows.prompts(), rows.sampling(), Scores(None), set()).feed(ask, 0, 1, 0.0)
+    PendingRows(config, rows.prompts(range(48)), rows.sampling, Scores(None), set()).feed(ask, 0, 1, 0.0)
     assert len(asked) == 5  # each may have two responses, and the engine takes eight and two more
     asked.clear()
     config.vllm.max_num_seqs = 1000
-    pending = PendingRows(config, rows.prompts(), rows.sampling(), Scores(None), {(0, 0), (24, 0)})
+    pending = PendingRows(config, rows.prompts(range(48)), rows.sampling, Scores(None), {(0, 0), (24, 0)})
     pending.feed(ask, 0, 1, 0.0)
     assert asked == [(row, 1 if row < 24 else 2, 0.0 if row < 24 else 1.0) for row in range(48)]
     assert pending._missing(0) == []

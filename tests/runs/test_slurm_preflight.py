@@ -16,6 +16,7 @@ from training_runs import saved, workspace
 from waiting import HANG_S
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.resume import latest, load_state
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -160,8 +161,8 @@ def test_a_run_starts_without_the_bad_node_and_scancel_ends_it(slurm: Cluster, c
     assert "preflight: left out gpu002, a spare takes over: run_dir" in said(run_dir)
     ranks = json.loads((run_dir / "rank_map.json").read_text())
     assert [node["name"] for node in ranks["nodes"]] == ["gpu001", "gpu003"]
-    latest = CheckpointDir(run_dir).latest()
-    assert latest is not None
-    assert CheckpointDir(run_dir).load_state(latest)["run"]["step"] >= 1
+    newest = latest(CheckpointDir(run_dir).root)
+    assert newest is not None
+    assert load_state(newest)["run"]["step"] >= 1
     slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
     assert not slurm.run("squeue", "-h").strip()

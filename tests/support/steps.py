@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir, failures
+from slurm_rlhf.checkpoint.resume import latest, load_state
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
@@ -55,8 +56,8 @@ def make_loop(
 ) -> TrainingLoop:
     """Build the loop around `step`, at the beginning or, with `resume`, at the newest checkpoint."""
     checkpoints = CheckpointDir(directory.root)
-    checkpoint = checkpoints.latest() if resume else None
-    state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
+    checkpoint = latest(checkpoints.root) if resume else None
+    state = RunState(**(load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
     saves = RunCheckpoints(checkpoints, state, step, reporting.saved, cadence, time.monotonic(), gpus)
     evaluation = _evaluation(step, directory, eval_prompts, alongside)

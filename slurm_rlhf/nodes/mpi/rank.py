@@ -17,9 +17,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -27,6 +26,7 @@ from typing import IO, Any
 
 from slurm_rlhf.cluster.network import address_among, listening
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD
+from slurm_rlhf.cluster.stop import handled
 from slurm_rlhf.config.schema_jobs import Timeout
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.nodes.agent import Agent, client_of
@@ -46,7 +46,7 @@ from slurm_rlhf.wire.messages import Peer
 
 def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float) -> None:
     """Be the agent of any rank but 0 until the conductor says that all is over."""
-    with _step_signals(signal.SIG_IGN):
+    with handled(IGNORED, signal.SIG_IGN):
         orders = world.broadcast(timeout_s=start_s)
         if orders is not None:
             RankAgent(Orders(**orders), ranks, assignment).serve()
@@ -81,7 +81,7 @@ def lead(
         with contextlib.suppress(ProcessLookupError):
             child.send_signal(number)
 
-    with _step_signals(relay):
+    with handled(IGNORED, relay):  # only the conductor reacts to the signals of a step
         with open(reading, encoding="utf-8") as file:
             orders = file.readline()  # empty: it has ended
         world.broadcast(json.loads(orders) if orders else None, start_s)
@@ -152,22 +152,8 @@ class RankAgent(Agent):
         command = [sys.executable, "-m", WORKER_MODULE, *arguments]
         fds = (store.fileno(),) if store is not None else ()
         log = RunDirectory(Path(spec.run_dir)).role_log(spec.role, f"{self._node}.mpi", self._number)
-        with _step_signals(signal.SIG_IGN):
+        with handled(IGNORED, signal.SIG_IGN):  # as the child does, too
             self._processes[spec.role] = start_child(command, log, environment, pass_fds=fds, new_session=False)
-
-
-@contextmanager
-def _step_signals(handle: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
-    """Handle the signals of a step with `handle`, or ignore them with SIG_IGN, as children started meanwhile do too.
-
-    Only the conductor reacts to them.
-    """
-    before = {number: signal.signal(number, handle) for number in IGNORED}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class MpiAgents(AgentServer):
