@@ -19,6 +19,7 @@ GROUPS = "rollout.n_samples_per_prompt=4 rollout.batch_size=32"
 """As many responses as by default, in groups."""
 FILTERED = f"algo.dynamic_filtering_enable=true {GROUPS}"
 PATTERN = "rollout.repetition_detection"
+ENABLE = "actor.gradient_checkpointing_enable"
 
 BROKEN = [
     # sizes, lengths, ranges
@@ -51,18 +52,9 @@ BROKEN = [
     ("data.input_template={", "exactly one {}"),
     ("ref.zero_stage=2", "ref.zero_stage takes 0 or 3, got 2"),
     ("reward.offload=true", "reward.offload needs reward.zero_stage = 3"),
-    (
-        "train.gradient_checkpointing=off actor.gradient_checkpointing_enable=true",
-        "train.gradient_checkpointing = off and actor.gradient_checkpointing_enable = true contradict each other",
-    ),
-    (
-        "train.gradient_checkpointing=full actor.gradient_checkpointing_enable=false",
-        "train.gradient_checkpointing = full and actor.gradient_checkpointing_enable = false contradict each other",
-    ),
-    (
-        "train.gradient_checkpointing=selective actor.gradient_checkpointing_enable=false",
-        "selective and actor.gradient_checkpointing_enable = false contradict",
-    ),
+    (f"train.gradient_checkpointing=off {ENABLE}=true", f"= off and {ENABLE} = true contradict each other"),
+    (f"train.gradient_checkpointing=full {ENABLE}=false", f"= full and {ENABLE} = false contradict each other"),
+    (f"train.gradient_checkpointing=selective {ENABLE}=false", f"= selective and {ENABLE} = false contradict"),
     ("train.gradient_checkpointing=selective ds.zero_stage=3", "selective excludes ds.zero_stage = 3 ... use full"),
     (
         "ds.hpz_size=4 with ds.zero_stage=3 actor.num_gpus_per_node=2 critic.num_gpus_per_node=4",
@@ -335,8 +327,7 @@ BROKEN = [
 SOUND = [
     *("", GROUPS, "ds.param_dtype=fp16 ds.fp32_lm_head=true"),
     "actor.eps_clip=0.2 actor.eps_clip_low_high=0.2,0.28",  # as verl writes all three
-    "train.gradient_checkpointing=off actor.gradient_checkpointing_enable=false",
-    "train.gradient_checkpointing=selective actor.gradient_checkpointing_enable=true",
+    *(f"train.gradient_checkpointing=off {ENABLE}=false", f"train.gradient_checkpointing=selective {ENABLE}=true"),
     "algo.kl.target=6 algo.kl.horizon=500",
     "algo.kl.estimator=k3+",
     *(f"algo.kl.use_loss=true algo.kl.estimator={name} actor.nll_coef=0.1" for name in ("k2", "k3", "k3+")),

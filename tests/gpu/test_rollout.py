@@ -27,7 +27,7 @@ from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.engine import vllm
-from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment
+from slurm_rlhf.engine.vllm import DeviceMemory, prepare_environment, vllm_environment
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.groups.engine_pool import EnginePool
 from slurm_rlhf.ranks.rank_process import import_libraries
@@ -82,7 +82,7 @@ def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
+    for name in vllm_environment(has_gpu=True):
         monkeypatch.setenv(name, "to be restored")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     prepare_environment()

@@ -120,7 +120,7 @@ def test_the_processes_of_a_group_meet_over_the_interface_that_is_named(monkeypa
         host = examiner.GroupHost(listening)
         monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
         examiner.GroupHost(listening)
-    assert started == ["eth0", "ib0"]  # what the user exported wins
+    assert started == ["eth0", "ib0"]  # an export of the user wins
     order = {"place": asdict(HERE), "processes": [], "stages": []}
     assert list(host.run(order, {"GLOO_SOCKET_IFNAME": "ib0"})) == []
     assert json.loads(read.getvalue())["address"] == "192.0.2.2"
