@@ -9,6 +9,7 @@ A command, `["bench sync"]` with a space where it is a part of another one:
     about         its help page's text
     files         "needed" or "optional" configuration files and keys; absent: it takes other words
     plain         true: its words are taken as they are, none is an option
+    passes        true: words after `--` go to the user's file as they are
     missing       what to say, with the usage, to a user who has left out the needed file
     keys          groups and keys of the configuration that it reads; "*": all but those in `without`
     default_keys  overrides if no file is given
@@ -23,7 +24,7 @@ import os
 import shutil
 import textwrap
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import takewhile
@@ -79,6 +80,7 @@ class Arguments:
     overrides: list[str]
     words: list[str]  # words of a command that takes no files
     options: dict[str, Any]  # name -> value; those not given have their default, or are absent if they have none
+    passed: Sequence[str] = ()  # words for the user's file
 
     def error(self, text: str) -> ConfigError:
         """Make the error that says what is wrong with the words, and how the command is used."""
@@ -103,6 +105,7 @@ class Command:
     by_mpi: str = ""
     files: str = ""
     plain: bool = False
+    passes: bool = False
     missing: str = ""
     keys: tuple[str, ...] = ()
     default_keys: tuple[str, ...] = ()
@@ -131,7 +134,8 @@ class Command:
         options = self.options or {}
         given: dict[str, Any] = {}
         rest: list[str] = []
-        left = iter(words)
+        end = words.index("--") if self.passes and "--" in words else len(words)
+        left = iter(words[:end])
         for word in left:
             name, equals, value = word.removeprefix("--").partition("=")
             name = name.replace("-", "_")
@@ -147,7 +151,8 @@ class Command:
             given[name] = option.read(name, value)
         given = {name: option.default for name, option in options.items() if option.default is not None} | given
         files = self._files(rest)
-        return Arguments(self, files, *((rest[len(files) :], []) if self.files else ([], rest)), given)
+        keys, others = (rest[len(files) :], []) if self.files else ([], rest)
+        return Arguments(self, files, keys, others, given, words[end + 1 :])
 
     def _refuse_unknown(self, word: str, name: str) -> None:
         near = [option for option in self.options or {} if option.replace("_", "") == name.replace("_", "")]

@@ -29,7 +29,7 @@ def serve_environments(arguments: Arguments) -> int:
     from slurm_rlhf.environments.host import EnvironmentServer, code_of
 
     path = _named(arguments, "Python file", "with environments (slurm-rlhf docs environments)")
-    return _serve(arguments, path, code_of(str(path)), EnvironmentServer, 4, "describe")
+    return _serve(arguments, path, code_of(str(path), arguments.passed), EnvironmentServer, 4, "describe")
 
 
 def _named(arguments: Arguments, word: str, what: str) -> Path:

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,13 +56,12 @@ class EnvironmentServer(WorkServer):
         if method not in ("begin", "turn", "end", "drop"):
             raise ValueError(f"no such method: {method!r}")
         episode, arguments = str(body["episode"]), list(body["arguments"])
+        played = self._taken(episode)
         if method == "begin":
             self._forget_old()
             played = _Played(self.pool.lease(), next(self._numbers))
-        elif (found := self._taken(episode)) is None:
+        if played is None:
             raise WorkerError(GONE, "the episode is not known here: the server is another one, or it was forgotten")
-        else:
-            played = found
         played.called = time.monotonic()
         with self._lock:
             self._played[episode] = played
@@ -138,9 +137,9 @@ def _drop(lease: Lease | RemoteLease, number: int, timeout_s: float) -> list[Fut
     return []
 
 
-def code_of(file: str) -> Code:
-    """Name what the processes make: the environments of a file."""
-    return Code(Instances.__module__, Instances.__name__, {"file": file})
+def code_of(file: str, arguments: Sequence[str] = ()) -> Code:
+    """Name what the processes make: the environments of a file, which gets `arguments` as a script does."""
+    return Code(Instances.__module__, Instances.__name__, {"file": file, "arguments": arguments})
 
 
 class ProcessLost(Exception):

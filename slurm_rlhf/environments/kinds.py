@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
-import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,8 @@ import msgspec
 
 from slurm_rlhf.environments._transformers import tokenizer_class
 from slurm_rlhf.environments.executor import EXECUTOR, executor_of
-from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Start, Turn
+from slurm_rlhf.environments.inner_class import inner_class
+from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Messages, Start, Turn
 from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
 from slurm_rlhf.user_files import file_and_name, functions_in, run_file
@@ -39,17 +39,20 @@ class ToolEnvironment(UserClass):
     """
 
     def begin(self, start: Start) -> Begun:
-        self.row = start.row
         if not isinstance(said := self.reset(start), str | None):
             raise self.wrong("reset", said, "a string, which goes after the last message, or None")
         messages = [dict(one) for one in start.messages]
         messages[-1]["content"] += said or ""
+        self.completion = Messages()
+        self.row = start.row | {"prompts": messages, "completions": self.completion}  # for reward functions
         return Begun(messages)
 
     def turn(self, turn: Turn) -> Answer:
+        self.completion.append(turn.message)
         if not turn.calls:
             return Answer(done=True)
         messages, counts = answer_calls(self.instance, turn.calls, self.value)
+        self.completion += [one | {"content": one.get("result", one["content"])} for one in messages]
         return Answer(messages, counts=counts)
 
     def end(self) -> Answer:
@@ -179,6 +182,8 @@ def load(file: Path, name: str = "") -> dict[str, type]:
     _agent_module()
     module = run_file(file, KEY, EpisodeError)
     chosen = getattr(module, name or SEVERAL, None)
+    if name and chosen is None:
+        chosen = inner_class(module, file, f"{KEY}: {file}", name)
     functions: Any = chosen if isinstance(chosen, list | tuple) else [chosen]
     if all(map(inspect.isfunction, functions)):  # as TRL's trainer takes tools
         own = {one.__name__: staticmethod(one) for one in functions}
@@ -202,19 +207,16 @@ def load(file: Path, name: str = "") -> dict[str, type]:
 def _the_class(module: ModuleType, file: Path) -> Any:
     """Return the class `Environment`, an agent's instances, or the one class of the file that is an environment."""
     own = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
-    if (named := getattr(module, CLASS, None)) is not None and inspect.isclass(named):
+    if inspect.isclass(named := getattr(module, CLASS, None)):
         return named
-    executor = getattr(module, "AgentExecutor", None)
-    if inspect.isclass(executor) and kind_of(executor) == EXECUTOR:
+    if inspect.isclass(executor := getattr(module, "AgentExecutor", None)) and kind_of(executor) == EXECUTOR:
         return executor
     agents = [one for one in own if kind_of(one) == "agent"]
     fit = agents or [one for one in own if kind_of(one)]
-    if len(fit) == 1:
-        return fit[0]
+    if len(fit) == 1 or (not fit and (inside := inner_class(module, file, f"{KEY}: {file}")) is not None):
+        return fit[0] if fit else inside
     what = f"several classes could be it ({', '.join(one.__name__ for one in fit)})" if fit else f"no class {CLASS}"
     fix = f"name it {CLASS}, or in the key, {file.name}:NAME, or several in {SEVERAL} = {{name: class}}"
-    if not fit and (inner := re.findall(r"^\s+class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)):
-        what, fix = f"{inner[0]} stands inside a function", "move it to the top of the file, with what it needs of it"
     raise EpisodeError(f"{KEY}: {file}: {what}: {fix}; {PAGE}")
 
 
@@ -233,10 +235,15 @@ def _agent_module() -> ModuleType:
 class Instances:
     """Holds the environments of the episodes that this process plays, by the number of the episode."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: those that the file gets as a script. Raises as `load`."""
         path, name = file_and_name(file)
         self.file = Path(path)
-        self.classes = load(self.file, name)
+        before, sys.argv = sys.argv, [path, *arguments]
+        try:
+            self.classes = load(self.file, name)
+        finally:
+            sys.argv = before
         if EXECUTOR in map(kind_of, self.classes.values()):
             tokenizer_class()  # now, so that no call of an episode waits for it
         self.played: dict[int, Any] = {}

@@ -46,6 +46,7 @@ class Turn(Struct, forbid_unknown_fields=True):
     calls: list[ToolCall] = []
     ids: list[int] = []
     finish_reason: str = ""
+    message: dict[str, Any] = {}  # the turn as TRL's rewards get it
 
 
 class Answer(Struct, forbid_unknown_fields=True):

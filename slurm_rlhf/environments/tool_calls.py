@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 from slurm_rlhf.data.tokenizer import Tokenizer, end_tokens
@@ -184,7 +184,9 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
         except ModelError as error:
             why = why or str(error)
             continue
-        written = _behind(asked, whole)
+        # The answer may begin otherwise than a prompt for one ends.
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(asked, whole, strict=False))
+        written = whole[len([*same]) :]
         for one in _readers(tokenizer, asked, as_text):
             if (found := one.read(one.cut(written), [PROBE_SCHEMA])) == [PROBE]:
                 return one
@@ -195,13 +197,6 @@ def tool_reader(tokenizer: Tokenizer) -> ToolReader:
         "response_template (transformers, `tokenizer.parse_response`), or use a model with one of the formats "
         f"{', '.join(one.name for one in formats())}"
     )
-
-
-def _behind(asked: str, whole: str) -> str:
-    """Return what follows the question; its answer may begin otherwise than a prompt for one ends."""
-    return whole[
-        next((at for at, pair in enumerate(zip(asked, whole, strict=False)) if pair[0] != pair[1]), len(asked)) :
-    ]
 
 
 def without_end(text: str, tokenizer: Tokenizer) -> str:

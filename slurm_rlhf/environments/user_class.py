@@ -17,18 +17,8 @@ from typing import Any
 
 import msgspec
 
-from slurm_rlhf.environments import _transformers
-from slurm_rlhf.environments.records import (
-    ARGUMENTS,
-    CALLS,
-    RAISED,
-    UNKNOWN,
-    UNREADABLE,
-    Answer,
-    Messages,
-    Start,
-    ToolCall,
-)
+from slurm_rlhf.environments import _transformers, records
+from slurm_rlhf.environments.records import Answer, Messages, Start, ToolCall
 from slurm_rlhf.errors import EpisodeError, cut, meant
 from slurm_rlhf.user_files import line_of, text_of
 
@@ -172,7 +162,7 @@ def answer_calls(
     """
     tools, messages, counts = tools_of(type(instance)), Messages(), Counter[str]()
     for call in calls:
-        counts[CALLS] += 1
+        counts[records.CALLS] += 1
         kind, text, found = _answer(instance, tools, call, value)
         if kind:
             counts[kind] += 1
@@ -187,20 +177,20 @@ def _answer(
 ) -> tuple[str, str, Any]:
     """Return the kind of an error (empty: none), its text or that of what the tool has returned, and the latter."""
     if call.error:
-        return UNREADABLE, f"error: {call.error}", None
+        return records.UNREADABLE, f"error: {call.error}", None
     if call.name not in tools:
         known = f"{meant(call.name, tools)}; there are {', '.join(tools)}"
-        return UNKNOWN, f"error: there is no tool {call.name!r}{known}", None
+        return records.UNKNOWN, f"error: there is no tool {call.name!r}{known}", None
     arguments = arguments_of(tools[call.name])
     try:
         given = msgspec.convert(call.arguments, arguments)
     except msgspec.ValidationError as error:
-        return ARGUMENTS, f"error: arguments of {call.name}: {error}", None
+        return records.ARGUMENTS, f"error: arguments of {call.name}: {error}", None
     named = {name: getattr(given, name) for name in arguments.__struct_fields__}
     try:
         found = value(getattr(instance, call.name)(**named))
         text = found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
         text = text.encode("utf-8", "replace").decode()  # no tokenizer reads a lone surrogate
     except (Exception, SystemExit) as error:
-        return RAISED, f"error: {text_of(error)}", None
+        return records.RAISED, f"error: {text_of(error)}", None
     return "", text, found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
@@ -64,9 +65,4 @@ def _messages(prompt: Prompt, found: Trajectory, given: Any) -> list[dict[str, A
 
 def by_prompt(prompts: Sequence[Prompt]) -> list[list[int]]:
     """List, for each prompt, the indices of its responses, which follow one another in `prompts`."""
-    groups: list[list[int]] = []
-    for place, prompt in enumerate(prompts):
-        if not place or prompt is not prompts[place - 1]:
-            groups.append([])
-        groups[-1].append(place)
-    return groups
+    return [[*places] for _, places in groupby(range(len(prompts)), key=lambda place: id(prompts[place]))]

@@ -77,11 +77,10 @@ class Taken:
 
     def call(self, function: Callable[..., Any], items: Sequence[Item], step: int) -> Any:
         """Call `function` for `items` and return its answer; a coroutine is run to its end. Raises what it raises."""
-        named: dict[str, Any]
         if self.trl:
             held = [name for name in items[0]["row"] if name not in OF_TRL] if items else []
             columns = [name for name in held if self.columns is None or name in self.columns]
-            named = {name: self._keyword(name, items, step) for name in (*self.names, *columns)}
+            named: dict[str, Any] = {name: self._keyword(name, items, step) for name in (*self.names, *columns)}
         else:
             named = {name: ARGUMENTS[name](items, step) for name in self.names}
         answer = function(*(ARGUMENTS[name](items, step) for name in self.places), **named)

@@ -37,9 +37,11 @@ the finished groups would leave fewer for any d.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,17 +84,10 @@ def choose(groups: Sequence[GroupState], step: int, size: int, batch: int) -> li
     if len(chosen) < batch:
         return None
     taken = set(chosen)
-    left: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        if index not in taken:
-            last = deadline(group.version, size)
-            left[last] = left.get(last, 0) + 1
-    together = 0
-    for last in sorted(left):
-        together += left[last]
-        if together > max(0, last - step) * batch:
-            return None
-    return chosen
+    left = Counter(deadline(group.version, size) for index, group in enumerate(groups) if index not in taken)
+    sums = accumulate(left[last] for last in sorted(left))
+    fits = (together <= max(0, last - step) * batch for last, together in zip(sorted(left), sums, strict=True))
+    return chosen if all(fits) else None
 
 
 def on_policy_room(passed: int, unfinished: int, begun: int, batch: int, at_once: int, most: int) -> int:
@@ -111,15 +106,8 @@ def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | No
     verdicts: one for each group in that order; None: not judged yet. Returns None while a group before the last of them
     is not judged: the batch waits, because groups that finish first have short responses.
     """
-    chosen: list[int] = []
-    for index, verdict in enumerate(verdicts):
-        if len(chosen) == batch:
-            break
-        if verdict is None:
-            return None
-        if verdict:
-            chosen.append(index)
-    return chosen if len(chosen) == batch else None
+    chosen = [index for index, verdict in enumerate(verdicts) if verdict is not False][:batch]
+    return chosen if len(chosen) == batch and all(verdicts[index] for index in chosen) else None
 
 
 # A slow engine must not hold prompts that others could have started: when the last prompt is handed out, every engine

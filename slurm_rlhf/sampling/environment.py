@@ -33,7 +33,7 @@ from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Mess
 from slurm_rlhf.environments.tool_calls import tool_reader
 from slurm_rlhf.environments.turn_tokens import TurnTokens
 from slurm_rlhf.errors import ConfigError, EpisodeError, ModelError, UserError, cut, meant
-from slurm_rlhf.records import F32, I32, LENGTH, LOST, REPETITION, STOP, Bool, Prompt, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.records import I32, LENGTH, LOST, REPETITION, STOP, Bool, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.workers.pool import WorkerNodes
 
 log = logging.getLogger(__name__)
@@ -96,11 +96,9 @@ class Environments:
                     f"env.path: {self.file} has tools, which the chat template shows to the policy: set "
                     "data.apply_chat_template = true"
                 )
-            reader = tool_reader(tokenizer) if "tools" in kinds else None
+            readers = {"tools": tool_reader(tokenizer)} if "tools" in kinds else {}
             self.tokens = {
-                kind: TurnTokens(
-                    tokenizer, templated and kind not in ("agent", EXECUTOR), reader if kind == "tools" else None
-                )
+                kind: TurnTokens(tokenizer, templated and kind not in ("agent", EXECUTOR), readers.get(kind))
                 for kind in kinds
             }
         except BaseException:
@@ -118,20 +116,19 @@ class Environments:
         """
         for prompt in prompts:
             named = str(prompt.row.get(COLUMN, ""))
-            if "" not in self.described and named not in self.described:
+            found = self.described.get("") or self.described.get(named)
+            if found is None:
                 self.close()
                 raise EpisodeError(
                     f"{where}, row {prompt.index}: the column {COLUMN!r} names {named!r}"
                     f"{meant(named, self.described)} ({self.file} has {', '.join(self.described)}): correct it"
                 )
-            for name, tools in self.described.items():
-                lacking = [column for column in tools.columns if column not in prompt.row]
-                if lacking and name in ("", named):
-                    self.close()
-                    raise EpisodeError(
-                        f"{where}, row {prompt.index}: no column {lacking[0]!r}, which reset of the environment in "
-                        f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
-                    )
+            if lacking := [column for column in found.columns if column not in prompt.row]:
+                self.close()
+                raise EpisodeError(
+                    f"{where}, row {prompt.index}: no column {lacking[0]!r}, which reset of the environment in "
+                    f"{self.file} needs (columns: {', '.join(prompt.row)}): add it, or give the parameter a default"
+                )
 
     def try_out(self, prompt: Prompt, said: str, where: str) -> tuple[str, Trajectory | EpisodeError]:
         """Play an episode whose turns all are `said`, without an engine; return its prompt, and it or why it is lost.
@@ -271,7 +268,8 @@ class Turns(Episode):
             calls = reader.read(text, self._info.schemas)
             message = reader.written(text, found.text, calls)
         self._dialogue.append(message)
-        answer = await self._calls.turn(Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason))
+        turn = Turn(found.text, calls, found.response_ids.tolist(), found.finish_reason, message)
+        answer = await self._calls.turn(turn)
         self._add(answer)
         over = answer.done or found.finish_reason == REPETITION or self._turns == env.max_turns
         late = env.max_seconds and time.monotonic() - self._began > env.max_seconds
@@ -351,11 +349,10 @@ class Turns(Episode):
 
     def _add(self, answer: Answer) -> None:
         sums = self._sums
-        counts = dict(Counter(sums.counts) + Counter(answer.counts))
-        score = sums.score if answer.score is None else answer.score
-        self._sums = replace(
-            sums, reward=sums.reward + answer.reward, score=score, logs=sums.logs | answer.logs, counts=counts
-        )
+        sums.reward += answer.reward
+        sums.score = sums.score if answer.score is None else answer.score
+        sums.logs |= answer.logs
+        sums.counts = dict(Counter(sums.counts) + Counter(answer.counts))
 
     def _lost(self, error: UserError) -> Trajectory:
         """Return the episode as lost: its action mask leaves all of it out of training."""
@@ -368,17 +365,14 @@ class Turns(Episode):
         return self._whole(empty, LOST)
 
     def _whole(self, last: Trajectory, reason: str) -> Trajectory:
-        ids: I32 = np.array(self._ids, dtype=np.int32)
-        logprobs: F32 = np.array(self._logprobs, dtype=np.float32)
         mask: Bool = np.array(self._sampled, dtype=np.bool_) & (reason != LOST)
-        text = last.text
-        if self._turns != 1 or reason == LOST:
-            text = self._environments.tokenizer.response_text(self._prompt_ids.tolist(), self._ids)
+        read, several = self._environments.tokenizer.response_text, self._turns != 1 or reason == LOST
+        text = read(self._prompt_ids.tolist(), self._ids) if several else last.text
         return replace(
             last,
             prompt_ids=self._prompt_ids,
-            response_ids=ids,
-            rollout_logprobs=logprobs,
+            response_ids=np.array(self._ids, dtype=np.int32),
+            rollout_logprobs=np.array(self._logprobs, dtype=np.float32),
             action_mask=mask,
             finish_reason=reason,
             text=text,

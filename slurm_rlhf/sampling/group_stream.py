@@ -166,15 +166,12 @@ class GroupStream:
         return bool(self._open or self._finished or self._judging)
 
     def _room(self) -> int:
-        filtered = self.counts is not None
         dropped = sum(group.verdict is False for group in self._groups)
         if self.size is None:
-            passed = sum(group.verdict is True for group in self._groups)
-            begun = len(self._groups)
-            unfinished = begun - passed - dropped
-            fresh = on_policy_room(passed, unfinished, begun, self._batch, self._at_once, self._most)
+            passed, begun = sum(group.verdict is True for group in self._groups), len(self._groups)
+            fresh = on_policy_room(passed, begun - passed - dropped, begun, self._batch, self._at_once, self._most)
             return fresh if self._wanted else 0
-        if (filtered and dropped >= self._most) or self._choose() is not None:
+        if dropped >= self._most or self._choose() is not None:
             return 0  # the next batch is ready: a group that begins now would only be older
         waiting = len(self._groups) - dropped
         return room(waiting, self._version, self._step, self.size, self._batch, self.last, self._ahead)
@@ -295,7 +292,6 @@ class GroupStream:
         """Return the error for a batch that cannot become full."""
         kept = sum(group.verdict is True for group in self._groups)
         if self.counts is not None and len(self._groups) - kept * (self.size is not None) >= self._most:
-            return self.counts.filtered_away(
-                self._step, kept, self._batch, self.config.algo.dynamic_filtering_max_tries
-            )
+            tries = self.config.algo.dynamic_filtering_max_tries
+            return self.counts.filtered_away(self._step, kept, self._batch, tries)
         return EpisodesOver(self._step, kept, self._batch)

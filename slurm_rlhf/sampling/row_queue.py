@@ -50,14 +50,13 @@ class RowQueue:
         held = self._held.setdefault(engine, {})
         if any(row in self._failures for row in held):
             return None  # a suspect is alone
+        row: int | None
         if self._suspects and not held:
             row = self._suspects.popleft()
         elif self.left:
             row = self.left.popleft()
-        elif held or (late := self._overdue(engine, now)) is None:
+        elif held or (row := self._overdue(engine, now)) is None:
             return None
-        else:
-            row = late
         held[row] = now
         return row
 

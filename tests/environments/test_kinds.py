@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,8 @@ class Gym:
 class Typed:
     """Calls `Instances` with records; to and fro they are plain values, as between processes."""
 
-    def __init__(self, file: Path) -> None:
-        self.instances = Instances(str(file))
+    def __init__(self, file: Path, *arguments: str) -> None:
+        self.instances = Instances(str(file), arguments)
 
     def describe(self) -> dict[str, EnvironmentInfo]:
         return msgspec.convert(self.instances.describe(), dict[str, EnvironmentInfo])
@@ -131,9 +132,9 @@ class Typed:
         return answer
 
 
-def instances(tmp_path: Path, code: str, name: str = "") -> Typed:
+def instances(tmp_path: Path, code: str, name: str = "", *arguments: str) -> Typed:
     (tmp_path / "game.py").write_text(code)
-    return Typed(tmp_path / f"game.py{name and ':'}{name}")
+    return Typed(tmp_path / f"game.py{name and ':'}{name}", *arguments)
 
 
 def start(**row: Any) -> Start:
@@ -198,6 +199,63 @@ def test_functions_alone_are_tools(tmp_path: Path, name: str, names: list[str]) 
         instances(tmp_path, FUNCTIONS, "row")
 
 
+SCRIPT = '''
+from __future__ import annotations
+import argparse, sys
+
+def score(environments: list[object], **kwargs: object) -> list[float]:
+    return [env.sum for env in environments]
+
+def main(times: int = 2) -> Later:
+    """As TRL's examples, with their class in `main`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--by", type=int, default=1)
+    by = parser.parse_args().by * times
+
+    class Sums:
+        def reset(self, **columns: object) -> str | None:
+            self.sum = 0
+
+        def add(self) -> int:
+            """Adds."""
+            self.sum += by
+            return self.sum
+
+    sys.exit("the training begins")
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.mark.parametrize(("name", "arguments", "by"), [("", (), 2), ("Sums", ("--by", "3"), 6)])
+def test_a_class_inside_a_function_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...], by: int
+) -> None:
+    """The function runs up to the class, whose methods go on to see its variables, and no further."""
+    monkeypatch.setattr(sys, "argv", before := ["pytest"])
+    made = instances(tmp_path, SCRIPT, name, *arguments)
+    assert sys.argv is before
+    assert [schema["function"]["name"] for schema in made.describe()[""].schemas] == ["add"]
+    made.begin(0, start())
+    made.turn(0, Turn("", [ToolCall("add"), ToolCall("add")]))
+    assert made.end(0).reward == 2 * by
+    module = sys.modules[made.instances.classes[""].__module__]
+    with pytest.raises(SystemExit, match="the training begins"):
+        module.main()  # the module's own function is still whole
+
+
+def test_a_class_inside_a_function_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
+    said = r"game.py:12: main\(\), up to its class Sums, raised SystemExit: 2; .* serve-env game.py -- ARGUMENTS"
+    with pytest.raises(EpisodeError, match=said):
+        instances(tmp_path, SCRIPT, "", "--times=3")
+    said = r"several classes could be it \(Sums in main\(\), B in main\(\)\): name one in the key, game.py:NAME"
+    with pytest.raises(EpisodeError, match=said):
+        instances(tmp_path, SCRIPT.replace("    sys.exit", "    class B: ...\n    sys.exit"))
+    with pytest.raises(EpisodeError, match=r"does not define Sum; it has score, main"):
+        instances(tmp_path, SCRIPT, "Sum")
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "said"),
     [
@@ -248,7 +306,7 @@ def test_an_agent_file_is_read_as_it_is(tmp_path: Path) -> None:
 def judged(directory: Path, code: str) -> float:
     made = instances(directory, TOOLS.replace("def get_reward", "def _unused") + code)
     made.begin(0, start(by=3, answer=4))
-    made.turn(0, Turn("", [ToolCall("add", {"times": 5})]))
+    made.turn(0, Turn("", [ToolCall("add", {"times": 5})], message={"role": "assistant", "content": "five"}))
     reward: float = made.end(0).reward
     return reward
 
@@ -257,10 +315,13 @@ def test_reward_functions_of_its_file_that_take_environments_are_added(tmp_path:
     judges = (
         "\ndef score(environments, **kwargs):\n    return [env.count for env in environments]\n"
         "def near(environments, answer):\n    return [float(answer[0] == 4)]\n"
+        "def told(completions, prompts, environments):\n"
+        "    said = [[one['content'] for one in messages] for messages in prompts + completions]\n"
+        "    return [float(said == [['hi'], ['five', '15']])]\n"
         "def other(environments, **kwargs):\n    return [None for env in environments]\n"
         "def no_judge(completions, **kwargs):\n    return [100.0]\n"
     )
-    assert judged(tmp_path, judges) == 16.0
+    assert judged(tmp_path, judges) == 17.0
     with pytest.raises(EpisodeError, match=r"score returned \[1, 2\]; expected a list with one reward"):
         judged(tmp_path, "\ndef score(environments):\n    return [1, 2]\n")
     with pytest.raises(EpisodeError, match=r"game.py:\d+: score raised AttributeError"):
@@ -292,7 +353,9 @@ def test_the_row_chooses_one_of_several(tmp_path: Path) -> None:
     [
         ("", "no class Environment"),
         ("def Environment(): ...", "no class Environment"),
-        ("def main():\n    class Game: ...", "Game stands inside a function: move it to the top"),
+        ("def main():\n    class Game: ...", "its class Game is no environment"),
+        ("def made(by):\n    exit(by)\n    class Game: ...", "Game stands inside a function: move it to the top"),
+        ("def main():\n    if True:\n        class Game: ...", "Game stands inside a function: move it to the top"),
         ("class Environment:\n    def reset(self, row): ...", "its class Environment is no environment"),
         ("class Environment:\n    def step(self, messages): ...", "its class Environment is no environment"),
         ("import nothing_of_that_name", "game.py:1: cannot be imported"),

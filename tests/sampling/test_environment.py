@@ -275,6 +275,9 @@ class Environment:
 
     def get_reward(self) -> float:
         return float(self.found)
+
+def called(environments, completions):
+    return [sum(len(one.get("tool_calls", [])) for one in completions[0])]
 """
 
 
@@ -296,7 +299,7 @@ def test_tools_are_called_and_answer(tmp_path: Path, name: str) -> None:
     texts = [call(count=3), call(counts=3), call(count=7), sampled(tokenizer, "It is 7.<|end|>")]
     whole, asked = play(made, {"number": 7}, texts)
     assert asked[0][0] == tokenizer.chat([question], tools=tools.schemas)
-    assert (whole.reward, whole.turns, whole.counts) == (1.0, 4, {CALLS: 3, ARGUMENTS: 1})
+    assert (whole.reward, whole.turns, whole.counts) == (4.0, 4, {CALLS: 3, ARGUMENTS: 1})
     observed = tokenizer.decode(whole.response_ids[~whole.action_mask].tolist())
     assert [word in observed for word in ("higher", "unknown field `counts`", "right")] == [True] * 3
     # As TRL's trainer hands them to a reward: `content` is what stands outside calls.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,6 +60,8 @@ class Environment:
                 os._exit(3)
         return "1", 1.0, self.turns == 3
 """
+IN_MAIN = f"import sys\n\ndef main():\n    _, option, url = sys.argv\n{textwrap.indent(FAULTY, '    ')}"
+"""Makes its class in a function that needs arguments, as TRL's scripts."""
 FAULTY_EXECUTOR = """
 import asyncio
 from openrlhf.utils.agent import AgentExecutorBase
@@ -311,9 +314,9 @@ finders, sys.meta_path[:] = sys.meta_path[:], [Light()]
 
 def test_a_server_needs_no_package_but_msgspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(LIGHT)
-    (tmp_path / "game.py").write_text(FAULTY)
+    (tmp_path / "game.py").write_text(IN_MAIN)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    server = EnvServer(tmp_path / "game.py:Environment")
+    server = EnvServer(tmp_path / "game.py:Environment", "--env-url", "http://127.0.0.1:8001")
     server.kill()
     assert server.url.startswith("http://")
 

@@ -11,15 +11,18 @@ from pathlib import Path
 class EnvServer:
     """Serves the file until `kill`."""
 
-    def __init__(self, file: Path) -> None:
-        self.file, self.port, self.url = file, 0, ""
+    def __init__(self, file: Path, *arguments: str) -> None:
+        self.file, self.arguments, self.port, self.url = file, arguments, 0, ""
         self.start()
 
     def start(self) -> None:
         """Serve; after `kill` at the same port."""
         command = [sys.executable, "-m", "slurm_rlhf.cli", "serve-env", str(self.file), "--workers=2"]
         self.process = subprocess.Popen(
-            [*command, f"--port={self.port}"], stdout=subprocess.PIPE, text=True, start_new_session=True
+            [*command, f"--port={self.port}", "--", *self.arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         found = re.search(r"on (http://\S+:(\d+))", self.process.stdout.readline())
