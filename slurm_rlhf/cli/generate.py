@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.commands import Arguments
 from slurm_rlhf.cli.preflight import OFF, question, steps_of, tell
@@ -23,9 +22,6 @@ from slurm_rlhf.nodes.launcher import Launcher
 from slurm_rlhf.nodes.mpi.assignment import launched
 from slurm_rlhf.nodes.needs import Needs, Wanted
 from slurm_rlhf.placement.rank_map import RankMap
-
-if TYPE_CHECKING:
-    pass
 
 Places = Sequence[tuple[str, str]]
 """(key, path) of each file that every node reads."""
