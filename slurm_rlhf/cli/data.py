@@ -79,8 +79,7 @@ FILES = {MODEL: WANTED_FILES, DATA: [f"*{suffix}" for suffix in FORMATS], KERNEL
 
 def prefetch(arguments: Arguments) -> int:
     """Download, and say what to write into the file. Raises ModelError where the hub does not answer."""
-    config = load_config(arguments.files, arguments.overrides)
-    found = list(dict.fromkeys(_named(config)))
+    found = list(dict.fromkeys(_named(load_config(arguments.files, arguments.overrides))))
     if not found:
         print("everything that the file names is on this machine, or is no name of the hub: nothing to download")
     for key, name, kind in found:

@@ -148,8 +148,7 @@ def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> 
 
 def local_places() -> list[Path]:
     """List directories for local files of a node, best first: on a disk, in memory, on a shared file system."""
-    found = dict.fromkeys([Path("/var/tmp"), Path("/tmp")])
-    return sorted(found, key=_remoteness)
+    return sorted([Path("/var/tmp"), Path("/tmp")], key=_remoteness)
 
 
 def _remoteness(path: Path) -> int:

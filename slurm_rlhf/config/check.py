@@ -95,17 +95,12 @@ def check_generate(config: Config) -> None:
     what = "a Hugging Face directory, a run directory or a checkpoint"
     problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
     problems += _data("generate.dataset", config.generate.dataset)
-    _raise([*problems, *row_problems("lengths", config), *_engines_alone(config), *_no_training_run(config)], [])
+    _raise([*problems, *_engines_alone(config), *_no_training_run(config)], [])
 
 
 def check_eval(config: Config) -> None:
     """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
-    problems = [
-        *rules.key_problems(config),
-        *eval_problems(config),
-        *row_problems("lengths", config),
-        *_engines_alone(config),
-    ]
+    problems = [*rules.key_problems(config), *eval_problems(config), *_engines_alone(config)]
     if not data_sets(config):
         problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
     for one in data_sets(config):
@@ -117,6 +112,7 @@ def check_eval(config: Config) -> None:
 
 def _engines_alone(config: Config) -> Iterator[str]:
     """Check rules and rewards of commands whose only ranks are engines."""
+    yield from row_problems("lengths", config)
     yield from row_problems("engines_alone", config)
     if not config.reward.model_name_or_path and has_reward(config):
         yield from reward_source(config)

@@ -347,8 +347,7 @@ class EvalJob:
 
     def report(self) -> Evaluated:
         """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
-        lines = (line for _, _, line in whole_lines(self.root / OUTPUT))
-        scored = self.responses(lines)
+        scored = self.responses(line for _, _, line in whole_lines(self.root / OUTPUT))
         about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
         return keep(self.config, self.sets, scored, self.root, REPORT, about)
 

@@ -74,8 +74,7 @@ def find_source(config: Config, root: Path) -> Source:
 
 def _of_checkpoint(checkpoint: Path, root: Path) -> Source:
     resume.load_state(checkpoint, [ACTOR])
-    run = checkpoint.absolute().parents[1]
-    settings = RunDirectory(run).config
+    settings = RunDirectory(checkpoint.absolute().parents[1]).config
     if not settings.is_file():
         raise CheckpointError(
             f"{checkpoint}: {settings} is missing, which says from what model the run started, and a checkpoint has no "

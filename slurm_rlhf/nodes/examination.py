@@ -105,7 +105,7 @@ def _placed(seen: Evidence) -> RankMap:
         return asked.ranks
     report = Report(asked.nodes, judge(seen), 0.0)
     nodes = [node for node in asked.nodes if node not in asked.ranks.topology.workers]
-    return asked.place(chosen(nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
+    return asked.place(chosen(nodes, report.bad_nodes(), report.bad_nodes(avoided=False), asked.spares))
 
 
 @contextmanager

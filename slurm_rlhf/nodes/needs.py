@@ -22,9 +22,9 @@ from slurm_rlhf.config.reward_sources import in_workers, runs_programs
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.user_data import data_files
-from slurm_rlhf.errors import ModelError, shortened, shortened_lines
+from slurm_rlhf.errors import shortened, shortened_lines
 from slurm_rlhf.nodes.report import Finding, failed, warned
-from slurm_rlhf.placement.memory import read_models
+from slurm_rlhf.placement.memory import known_models
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import RunDirectory, mount_of, size_of
@@ -244,9 +244,7 @@ def places_of(config: Config) -> tuple[tuple[str, str], ...]:
 
 def space_of(config: Config) -> Space | None:
     """Estimate what the checkpoints of a run take: weights, and AdamW's states, of every role that is saved."""
-    try:
-        models = read_models(config)
-    except ModelError:
+    if (models := known_models(config)) is None:
         return None
     saved = [role for role in running_roles(config) if role.kind == "trained"]
     width = _FP32 if config.ds.param_dtype == "fp32" else 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,17 +74,11 @@ class Report:
     def verdict(self) -> str:
         return max((finding.verdict for finding in self.findings), key=_ORDER.index, default=OK)
 
-    def failed_nodes(self) -> tuple[str, ...]:
-        """Return the nodes on which a run cannot start."""
-        return self._named(lambda finding: finding.verdict == FAILED)
-
-    def bad_nodes(self) -> tuple[str, ...]:
-        """Return the nodes on which a run cannot start, or should not while there are others."""
-        return self._named(lambda finding: finding.verdict == FAILED or finding.avoid)
-
-    def _named(self, counts: Callable[[Finding], bool]) -> tuple[str, ...]:
-        found = {node for check in self.checks for each in check.findings if counts(each) for node in each.nodes}
-        return tuple(node for node in self.nodes if node in found)
+    def bad_nodes(self, avoided: bool = True) -> tuple[str, ...]:
+        """Return the nodes on which a run cannot start; `avoided`: also those to leave out while there are others."""
+        findings = [each for check in self.checks for each in check.findings]
+        bad = {node for each in findings if each.verdict == FAILED or (avoided and each.avoid) for node in each.nodes}
+        return tuple(node for node in self.nodes if node in bad)
 
     def to_json(self) -> dict[str, Any]:
         checks = [

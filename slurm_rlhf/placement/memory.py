@@ -113,6 +113,14 @@ def read_models(config: Config) -> Models:
     return {role.name: read_shape(*role.model(config)) for role in running_roles(config)}
 
 
+def known_models(config: Config) -> Models | None:
+    """Read them as `read_models` does; None where one is not known."""
+    try:
+        return read_models(config)
+    except ModelError:
+        return None
+
+
 def of_stage(config: Config, stage: str) -> Config:
     """Return the configuration by which the memory of a stage is estimated: all of its passes have one budget."""
     budget = {"train.forward_max_tokens_per_gpu": config.train.max_tokens_per_gpu}
@@ -183,9 +191,7 @@ def gathers_once(config: Config, gpu: int, models: Models | None = None) -> bool
         return config.ds.zero_stage != 3 or config.rollout.hf_gather == "batch"
     if not gpu:
         return True
-    try:
-        models = models or read_models(config)
-    except ModelError:
+    if (models := models or known_models(config)) is None:
         return False
     held = _alone(config, models, gpu)
     slots = next(group for group in roles_by_slots(config, list(held)) if ACTOR in group)

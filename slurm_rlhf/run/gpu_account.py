@@ -11,10 +11,10 @@ from typing import Any
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, has_engines, has_reference
 from slurm_rlhf.config.rules import before_update
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ModelError, RunError
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import Slot, StepSpans
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.memory import Models, read_models
+from slurm_rlhf.placement.memory import Models, known_models
 from slurm_rlhf.placement.model_shape import batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.step_time import USUAL_LINKS
@@ -41,14 +41,6 @@ class StepFlops:
 
     config: Config
     models: Models
-
-    @classmethod
-    def of(cls, config: Config) -> StepFlops | None:
-        """Read the shapes of the models; None where one is not known."""
-        try:
-            return cls(config, read_models(config))
-        except ModelError:
-            return None
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Count the training passes of actor and critic."""
@@ -98,7 +90,8 @@ class GpuAccount:
     _sums: dict[str, float] = field(init=False)  # over all sessions, as far as checkpoints know them
 
     def __post_init__(self) -> None:
-        self._slots, self._flops = slots_of(self.ranks), StepFlops.of(self.config)
+        self._slots, models = slots_of(self.ranks), known_models(self.config)
+        self._flops = StepFlops(self.config, models) if models else None
         self._prediction = Prediction(self.config)
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
 

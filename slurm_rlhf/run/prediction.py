@@ -18,10 +18,9 @@ import numpy as np
 
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import step_time
 from slurm_rlhf.placement.gpus import Gpu
-from slurm_rlhf.placement.memory import Models, read_models
+from slurm_rlhf.placement.memory import Models, known_models
 from slurm_rlhf.placement.model_shape import batch_flops
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU
@@ -137,11 +136,7 @@ def measured_prediction(
     RunError.
     """
     lone = config.train.colocate_all or config.train.full_determinism or config.preflight != "auto"
-    if lone or ranks.topology.accelerator != CPU:
-        return None
-    try:
-        models = read_models(config)
-    except ModelError:
+    if lone or ranks.topology.accelerator != CPU or (models := known_models(config)) is None:
         return None
     speeds = _Measurement(config, ranks, roles, engines, models, prompt).speeds()
     return Prediction(config, models, speeds) if speeds else None

@@ -78,11 +78,11 @@ class SaveCadence:
 
     def interval(self) -> int:
         """Return the number of steps between saves that is best by the measurements so far."""
-        return in_steps(best_interval(*self._costs(), self.failures.mtbf_s), self._step_s())
+        return in_steps(best_interval(*self._costs(), self.failures.mtbf_s), statistics.median(self._steps))
 
     def words(self) -> str:
         """Describe the interval, and the reasons for it."""
-        steps, step_s, (cost_s, written_s) = self.interval(), self._step_s(), self._costs()
+        steps, step_s, (cost_s, written_s) = self.interval(), statistics.median(self._steps), self._costs()
         return (
             f"a checkpoint every {steps} steps ({span(steps * step_s)}): a step takes {span(step_s)}, a save keeps "
             f"the run waiting for {span(cost_s)} and is on disk after {span(written_s)}; {self.failures.words()}"
@@ -91,9 +91,6 @@ class SaveCadence:
     def _costs(self) -> tuple[float, float]:
         costs, writes = zip(*self._saves, strict=True)
         return statistics.median(costs), statistics.median(writes)
-
-    def _step_s(self) -> float:
-        return statistics.median(self._steps)
 
 
 @dataclass(frozen=True, slots=True)

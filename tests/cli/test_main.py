@@ -338,7 +338,7 @@ def test_text_of_others_is_escaped(
 
 def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate`, with a warning of what was seen of its node."""
-    monkeypatch.setattr(generate, "_examine", lambda *_: EXAMINED)
+    monkeypatch.setattr(generate, "examine_nodes", lambda *_: (EXAMINED, None))
     with generate.engine_launcher(Config(), root, ()):
         pass
 

@@ -22,6 +22,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import CallSpans
+from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.model_shape import forward_flops, read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
@@ -204,8 +205,8 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
     by_role = {role: metrics[f"perf/gpu_idle_{role}"] for role in RANKS.roles}
     assert by_role == {"actor": 0.4, "reference": 0.4, "critic": 1.0, "rollout": 0.4}
     assert metrics["perf/gpu_hours"] == pytest.approx(5 * (160 - 40) / 3600)
-    flops = StepFlops.of(config(tmp_path))
-    assert flops is not None
+    made = config(tmp_path)
+    flops = StepFlops(made, read_models(made))
     assert metrics["perf/mfu_update"] == pytest.approx(flops.update(FOUR, True) / (3 * 989.4e12 * 5))
     whole = flops.update(FOUR, True) + flops.others(FOUR)
     assert metrics["perf/mfu"] == pytest.approx(whole / (5 * 989.4e12 * 10))
@@ -273,8 +274,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
 
 def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     made = config(tmp_path)
-    flops = StepFlops.of(changed(made, {}))
-    assert flops is not None
+    flops = StepFlops(changed(made, {}), read_models(made))
     shape = read_shape("actor.model_name_or_path", made.actor.model_name_or_path)
     one = experience([10], [30])
     body, logits = 40 * forward_flops(shape, 40, 0.0), 30 * 2.0 * shape.head
@@ -285,13 +285,11 @@ def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     two = experience([10, 10], [30, 30])  # one prompt, which is read once for both of its responses
     assert flops.others(two) == pytest.approx(2 * flops.others(one) - 10 * forward_flops(shape, 10, 0.0))
     made.train.max_epochs, made.algo.kl.init_coef = 3, 0.0
-    again = StepFlops.of(made)
-    assert again is not None
+    again = StepFlops(made, read_models(made))
     assert again.update(one, True) == pytest.approx(3 * flops.update(one, True))
     assert again.others(one) == pytest.approx(3 * body + 2 * logits)
     made.algo.correction.bypass = True
-    unscored = StepFlops.of(made)
-    assert unscored is not None
+    unscored = StepFlops(made, read_models(made))
     assert unscored.others(one) == pytest.approx(2 * body + logits)
 
 
@@ -301,8 +299,7 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path
     smaller.mkdir()
     (smaller / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
     made.reward.model_name_or_path = str(smaller)
-    flops = StepFlops.of(made)
-    assert flops is not None
+    flops = StepFlops(made, read_models(made))
     assert flops.models["critic"] == flops.models["reward"] == read_shape("reward.model_name_or_path", str(smaller))
     assert flops.models["critic"].parameters < flops.models["actor"].parameters
 
