@@ -54,6 +54,10 @@ def node_environment(
     `caches` also for compiled kernels if train.kernel_cache keeps none.
     """
     kept = without_injected(environ)
+    if "SLINGSHOT_VNIS" in kept:
+        # The network lets equal numbers meet, and libfabric takes the first: the step's own. The last one is the job's,
+        # with sbatch --network=job_vni. Weights go from step to step.
+        kept["SLINGSHOT_VNIS"] = kept["SLINGSHOT_VNIS"].rpartition(",")[2]
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
     local = {**(cache_variables(temporary) if caches else {}), "TMPDIR": str(temporary)}
     diagnosis = {  # NCCL writes why it hangs; a node's own /tmp is lost with the job
@@ -128,9 +132,8 @@ def allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
     memory is in pools that sleep; nor where all roles take turns: it would not be given back in time.
     """
     mapped = role in (ACTOR, ROLLOUT) and ROLLOUT in ranks.roles
-    if ranks.topology.accelerator != GPU or config.train.colocate_all or mapped:
-        return {}
-    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    unsafe = ranks.topology.accelerator != GPU or config.train.colocate_all or mapped
+    return {} if unsafe else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _variables(threads: int, alone: bool) -> dict[str, str]:

@@ -43,6 +43,7 @@ def test_environment_of_a_node() -> None:
         "GLOO_SOCKET_IFNAME": "ib0",
         "TRITON_CACHE_DIR": "/home/me/.triton",
         "OMP_NUM_THREADS": "1",
+        "SLINGSHOT_VNIS": "1024,1025",  # the step's own number, and the job's
     }
     found = node_environment(step, "actor", LOGS, Path("/tmp/own"), {"OMP_NUM_THREADS": "8"}, "eth0")
     assert_golden("environment_actor.txt", "".join(f"{name}={value}\n" for name, value in sorted(found.items())))
