@@ -122,6 +122,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
             rivals = sum(count for other, count in here.items() if (ROLES[other].kind == "engine") == samples)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
             environment[role][node] = _variables(threads, alone=len(nodes) == 1) | allocator(config, ranks, role)
+            if config.sync.interface and role in (ACTOR, ROLLOUT):  # NCCL reads it once, before weights are sent
+                environment[role][node]["NCCL_SOCKET_IFNAME"] = f"={config.sync.interface}"  # `=`: exactly this name
     return environment
 
 

@@ -315,7 +315,7 @@ def test_reward_functions_of_its_file_that_take_environments_are_added(tmp_path:
     judges = (
         "\ndef score(environments, **kwargs):\n    return [env.count for env in environments]\n"
         "def near(environments, answer):\n    return [float(answer[0] == 4)]\n"
-        "def told(completions, prompts, environments):\n"
+        "def whole(completions, prompts, environments):\n"
         "    said = [[one['content'] for one in messages] for messages in prompts + completions]\n"
         "    return [float(said == [['hi'], ['five', '15']])]\n"
         "def other(environments, **kwargs):\n    return [None for env in environments]\n"

@@ -98,5 +98,11 @@ def test_threads_are_shared_by_what_computes_at_the_same_time_on_the_same_node()
     found = role_environment(Config(), alone, cpus=6)
     assert found["actor"]["vm"]["OMP_NUM_THREADS"] == "3"
     assert found["actor"]["vm"]["GLOO_SOCKET_IFNAME"] == "lo"
+    named = role_environment(changed(Config(), {"sync.interface": "ib0"}), ranks(), cpus=1)
+    assert {role: on["gpu1" if "gpu1" in on else "gpu3"].get("NCCL_SOCKET_IFNAME") for role, on in named.items()} == {
+        "actor": "=ib0",
+        "rollout": "=ib0",
+        "critic": None,
+    }
     together = changed(Config(), {"train.colocate_all": True})
     assert "PYTORCH_ALLOC_CONF" not in role_environment(together, ranks(), cpus=1)["critic"]["gpu3"]
