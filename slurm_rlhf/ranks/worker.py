@@ -28,6 +28,9 @@ from slurm_rlhf.wire.messages import Request
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
 
+TRACE = "TORCH_FR_DUMP_TEMP_FILE"
+"""Variable with the beginning of the name of the file that it writes."""
+
 LATE = LateStacks()
 """Writes the main thread's stack to standard error if heartbeats stop."""
 
@@ -38,8 +41,10 @@ def record_flights(control: Path, info: RankInfo) -> None:
     """Let NCCL's flight recorder open a pipe below `control`; to be called before the first process group is made.
 
     Torch ends a process that cannot make its pipe, so this tries whether the file system takes one. It appends the rank
-    in the first process group: 0 in every engine, so the name has the rank in the role.
+    in the first process group: 0 in every engine, so names of pipe and trace have the rank in the role.
     """
+    if TRACE in os.environ:
+        os.environ[TRACE] += f"{info.rank}."
     if PIPE in os.environ or not any(Path(device).exists() for device in _DEVICES):
         return
     tried = control / f".{os.getpid()}.pipe"

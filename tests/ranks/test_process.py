@@ -120,8 +120,10 @@ def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
     monkeypatch.delenv(worker.PIPE)
     worker.record_flights(tmp_path / "nowhere", info)
     assert worker.PIPE not in os.environ
+    monkeypatch.setenv(worker.TRACE, "nccl_trace.rollout.")
     worker.record_flights(tmp_path, info)
     assert os.environ[worker.PIPE] == f"{tmp_path}/flights.rollout.5."
+    assert os.environ[worker.TRACE] == "nccl_trace.rollout.5."
     assert [path.name for path in tmp_path.iterdir()] == ["device"]
     os.mkfifo(pipe := tmp_path / "flights.rollout.5.0.pipe")  # as torch does in the first rank of an engine
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)

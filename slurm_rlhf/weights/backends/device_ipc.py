@@ -1,7 +1,7 @@
 """IPC on GPUs: an engine rank maps memory of the actor rank that has the same GPU.
 
 Where the actor's ranks hold shards, they gather each bucket among themselves first, over NCCL: so nothing goes over
-CPUs, and no process maps, or makes a context on, a GPU that is not its own. Run through stand-ins, not on GPUs yet.
+CPUs, and no process maps, or makes a context on, a GPU that is not its own.
 """
 
 from __future__ import annotations
