@@ -37,7 +37,7 @@ ABSENT = ("needs a GPU", "needs several GPUs")
 NOT_FAST = ("slurm", "mpi", "engine", "slow", "full", "campaign", "gpu")
 """Marks of tests that `-m fast` leaves out."""
 MARKS_OF_FIXTURES = {"slurm": "slurm", "engine_process": "engine"}
-"""Marks that a test has because it asks for a fixture."""
+"""Marks that a test has because it asks for a fixture; a test file may add its own under this name."""
 ASKED_FOR = ("full", "campaign", "gpu")
 """Marks of tests that run only where `-m` names the mark, or is empty."""
 
@@ -160,8 +160,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     `-m campaign`, `-m gpu`, or a test by its name with `-m ""`.
     """
     for item in items:
-        for fixture in set(getattr(item, "fixturenames", ())) & MARKS_OF_FIXTURES.keys():
-            item.add_marker(MARKS_OF_FIXTURES[fixture])
+        marks = MARKS_OF_FIXTURES | getattr(getattr(item, "module", None), "MARKS_OF_FIXTURES", {})
+        for fixture in set(getattr(item, "fixturenames", ())) & marks.keys():
+            item.add_marker(marks[fixture])
         if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
             item.add_marker("fast")
         item.add_marker(pytest.mark.timeout(scaled(_limit(item))), append=False)
@@ -169,8 +170,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     expression = config.option.markexpr
     if not expression and "-m" in config.invocation_params.args:
         return
-    marks = [mark for mark in ASKED_FOR if mark not in expression]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    unasked = [mark for mark in ASKED_FOR if mark not in expression]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in unasked)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -32,7 +32,8 @@ from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.rendezvous import Membership, device_name
 from slurm_rlhf.weights.transfer_plan import DEPTH
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
+pytestmark = [pytest.mark.usefixtures("own_environment")]
+MARKS_OF_FIXTURES = {"fleet": "slow"}
 
 OWN = "abcdefgh"
 """A GPU for each rank."""

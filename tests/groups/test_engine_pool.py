@@ -19,8 +19,6 @@ from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.weights.lead import EngineLost
 from slurm_rlhf.wire.handles import EngineHandle
 
-pytestmark = [pytest.mark.slow]
-
 CONNECT_S = 1.0
 
 
@@ -74,6 +72,7 @@ def pool_of(supervisor: Supervisor, weights: Weights, notes: list[str], all_at_o
     return EnginePool(supervisor, engines, handle, weights, all_at_once)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_an_engine_that_never_comes_and_takes_one_that_comes_late(
     parts: tuple[Supervisor, Engines],
 ) -> None:

@@ -34,7 +34,7 @@ from slurm_rlhf.wire.calls import RankCalls
 from slurm_rlhf.wire.handles import EngineHandle
 from slurm_rlhf.wire.messages import TERMINATION
 
-pytestmark = [pytest.mark.slow]
+MARKS_OF_FIXTURES = {"processes": "slow", "supervisor": "slow"}
 LIMIT = float(round(scaled(8.0)))
 CONNECT = float(round(scaled(12.0)))
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
@@ -294,6 +294,7 @@ def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(
     assert goes_on.is_set()
 
 
+@pytest.mark.slow
 def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) -> None:
     """Stopped by a signal until its ranks have left; the first that it sees of them then is that they have ended."""
     script = STOPPED.format(tests=Path(__file__).parent, path=tmp_path / "run")

@@ -18,8 +18,6 @@ from slurm_rlhf.nodes.examiner import collect, left_locks, no_compiler
 from slurm_rlhf.nodes.facts import UNKNOWN, Orders
 from slurm_rlhf.nodes.node_look import MISSING, versions
 
-pytestmark = pytest.mark.slow
-
 WITHOUT_LOCKS = Path(__file__).parents[1] / "support" / "without_locks.py"
 
 
@@ -45,6 +43,7 @@ def test_a_good_machine(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir() if "preflight" in file.name] == []
 
 
+@pytest.mark.slow
 def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
     (tmp_path / "shm").mkdir()
     asked = orders(tmp_path / "none")
@@ -55,6 +54,7 @@ def test_what_a_bad_machine_lacks(tmp_path: Path) -> None:
     assert found.exported[0].startswith("GLOO_SOCKET_IFNAME=ib77, and its interfaces are ")
 
 
+@pytest.mark.slow
 def test_infiniband_is_there_where_the_kernel_lists_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examiner, "_INFINIBAND", tmp_path / "infiniband")
     found = [collect(orders(tmp_path), "n1", {}).infiniband]
@@ -74,6 +74,7 @@ def test_what_is_missing_to_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert no_compiler(compiler) == ""
 
 
+@pytest.mark.slow
 def test_locks_of_torch_extensions_that_nobody_builds(tmp_path: Path) -> None:
     """Made as torch makes them; where torch has them."""
     from torch.utils.cpp_extension import _get_build_directory

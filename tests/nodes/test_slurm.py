@@ -19,7 +19,6 @@ from slurm_rlhf.nodes.node_look import look
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
-pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
 
 
@@ -138,6 +137,7 @@ def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> Non
     assert len(bench.starts) == 1
 
 
+@pytest.mark.slow
 def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Bench) -> None:
     bench.srun("trap 'echo ended by TERM; exit 0' TERM; sleep 0.7 & wait; echo went by itself")
     bench.start("reference")
@@ -164,6 +164,7 @@ def residents(bench: Bench) -> list[PlayedAgent]:
     return found
 
 
+@pytest.mark.slow
 def test_each_node_looks_at_its_own_processes(bench: Bench, residents: list[PlayedAgent]) -> None:
     pids = {NODES[0]: [1], NODES[1]: [2, 3]}
     with ThreadPoolExecutor() as pool:
@@ -178,10 +179,12 @@ def test_each_node_looks_at_its_own_processes(bench: Bench, residents: list[Play
     assert (other.node, other.states[2**22 + 1]) == (NODES[1], "")  # no such process
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, residents: list[PlayedAgent]) -> None:
     assert bench.launcher.agents.look({node: [1] for node in (*NODES, "n9")}, 1.0) == []
 
 
+@pytest.mark.slow
 def test_a_node_is_heard_while_one_of_its_agents_is(bench: Bench, residents: list[PlayedAgent]) -> None:
     (step,) = bench.starts
     assert "--job-name=nodes" in step

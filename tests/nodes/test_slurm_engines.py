@@ -18,7 +18,6 @@ from slurm_rlhf.nodes.facts import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 
-pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
 SPARE = "127.0.0.3"
 

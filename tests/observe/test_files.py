@@ -97,6 +97,7 @@ def test_tensorboard_reads_the_events_of_a_run_and_of_its_resume(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_conductor_gets_by_without_torch_and_tensorflow(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     program = """
@@ -156,7 +157,6 @@ def test_phases_add_up_and_tell_what_goes_on():
     assert phases.take() == {}
 
 
-pytestmark = [pytest.mark.slow]
 RANK = """
 import os, signal, time
 print("pid", os.environ["RANK"], os.getpid(), flush=True)
@@ -173,6 +173,7 @@ time.sleep(60)
         ("raise SystemExit(3)", 3),
     ],
 )
+@pytest.mark.slow
 def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode: int) -> None:
     script, log = tmp_path / "rank.py", tmp_path / "actor.n1.torchrun.log"
     script.write_text(RANK.replace("END", end))

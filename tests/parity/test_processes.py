@@ -18,8 +18,6 @@ from slurm_rlhf.parity import processes
 from slurm_rlhf.parity.processes import Task, compare
 from slurm_rlhf.parity.verdicts import Line
 
-pytestmark = pytest.mark.slow
-
 
 def sample(task: Task, precision: str) -> None:
     """Do to the process what the name of the subject says."""
@@ -57,6 +55,7 @@ def lines(tmp_path: Path, *names: str, timeout_s: float = 60.0) -> list[Line]:
     return list(compare(subjects, ("fp32", "bf16"), 320, timeout_s))
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_in_one_model_is_a_line_of_its_own(tmp_path: Path) -> None:
     found = lines(tmp_path, "raise", "crash", "leave", "refuse", "work")
     assert [(line.model, line.precision, line.verdict) for line in found] == [
@@ -79,6 +78,7 @@ def test_what_goes_wrong_in_one_model_is_a_line_of_its_own(tmp_path: Path) -> No
     assert found[-1].tokens == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
     found = lines(tmp_path, "hang", "work", timeout_s=5.0)
     assert [line.verdict for line in found] == ["failed", "failed", "agree", "agree"]

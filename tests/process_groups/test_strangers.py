@@ -29,8 +29,6 @@ from slurm_rlhf.errors import StrangerError
 from slurm_rlhf.process_groups import _torch
 from slurm_rlhf.process_groups._torch import gloo_group, meet, prove_all
 
-pytestmark = [pytest.mark.slow]
-
 LIMIT_S = 20.0
 WEIGHTS = b"weights!" * 8
 ADDRESS = re.compile(rb"\x02\x00(..)\x7f\x00\x00\x01", re.DOTALL)
@@ -100,6 +98,7 @@ def running(*words: str) -> Iterator[Process]:
 
 @pytest.mark.parametrize("kind", ["engine", "role", "sync"])
 @pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.slow
 def test_who_comes_between_two_ranks_is_found_out(kind: str, times: int) -> None:
     with ExitStack() as stack:
         ranks = [stack.enter_context(running(kind, str(rank))) for rank in range(2)]
@@ -115,6 +114,7 @@ def test_who_comes_between_two_ranks_is_found_out(kind: str, times: int) -> None
             assert "was written by none of them: somebody else on the network" in "".join(came)
 
 
+@pytest.mark.slow
 def test_a_group_that_is_formed_later_takes_no_stranger_for_a_rank() -> None:
     with running("later", "0") as first, running("later", "1") as second:
         assert first.answer() == second.answer() == "ready"
@@ -126,6 +126,7 @@ def test_a_group_that_is_formed_later_takes_no_stranger_for_a_rank() -> None:
 
 
 @pytest.mark.parametrize("kind", ["a number for an answer", "echo", "a rank"])
+@pytest.mark.slow
 def test_who_proves_nothing_ends_the_rank(kind: str) -> None:
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:

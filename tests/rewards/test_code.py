@@ -11,8 +11,6 @@ from slurm_rlhf.rewards.presets import Preset
 from slurm_rlhf.rewards.reasoning_gym import task_rows
 from slurm_rlhf.sandbox import box
 
-pytestmark = pytest.mark.slow
-
 
 def test_code_is_scored_by_the_column_tests_or_the_label() -> None:
     code, tests = "```python\ndef add(a, b):\n    return a + b\n```", ["assert add(1, 1) == 2", "assert add(1, 1) == 3"]
@@ -32,6 +30,7 @@ def test_a_node_without_the_sandbox_is_reported_at_the_start(monkeypatch: pytest
     box.chosen.cache_clear()
 
 
+@pytest.mark.slow
 def test_tasks_are_scored_by_their_own_scorers() -> None:
     reward = Preset("reasoning_gym", "")
     rows = [row for _, row in task_rows(Data(reasoning_gym="gcd,spell_backward", max_samples=4))]

@@ -20,8 +20,6 @@ from slurm_rlhf.rewards.function import register_reward
 from slurm_rlhf.rewards.scored import Rewards, Scoring
 from slurm_rlhf.rewards.sources import close_source, reward_source
 
-pytestmark = pytest.mark.slow
-
 BODY = """
 import ctypes, os, time
 
@@ -81,6 +79,7 @@ SHORT = {"timeout__reward": scaled(4.0), "reward__memory_mb": 300}  # it grows b
 
 
 @pytest.mark.parametrize("per_prompt", [1, 5])
+@pytest.mark.slow
 def test_a_number_takes_the_place_of_each_reward_that_fails(run: Run, tmp_path: Path, per_prompt: int) -> None:
     found = run(BAD, per_prompt, reward__on_error=-0.5, **SHORT)
     assert found.failed is not None
@@ -103,7 +102,7 @@ def test_skipped_responses_are_marked(run: Run) -> None:
 @pytest.mark.parametrize(
     ("response", "stated"),
     [
-        ("hang", "reward.py: reward_func: answer did not return within"),
+        pytest.param("hang", "reward.py: reward_func: answer did not return within", marks=pytest.mark.slow),
         ("crash", "reward.py: reward_func: its process was killed by SIGSEGV"),
         ("raise", "reward.py:15: reward_func raised ValueError: no"),
         ("nan", "returned nan (float) at index 0; expected a finite number"),
@@ -155,6 +154,7 @@ def test_ten_thousand_responses_of_which_one_in_fifty_ends_its_worker(run: Run) 
     assert_scored(run, 10_000)
 
 
+@pytest.mark.slow
 def test_a_thousand_responses_of_which_one_in_fifty_ends_its_worker(run: Run) -> None:
     assert_scored(run, 1_000)
 

@@ -27,8 +27,6 @@ from slurm_rlhf.rewards.pooled import RemoteRewards, RewardServer
 from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
-pytestmark = pytest.mark.slow
-
 Answer = Callable[[Any, dict[str, Any]], None]
 
 
@@ -161,6 +159,7 @@ def test_the_request_is_openrlhfs_with_all_fields_with() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.slow
 def test_what_passes_is_asked_again_and_every_reward_is_right(fault: str) -> None:
     with served(*[FAULTS[fault]] * 10) as server:
         limit = scaled(1.0) if fault == "slow" else HANG_S
@@ -194,6 +193,7 @@ def test_null_means_that_the_reward_does_not_apply() -> None:
     assert found.skipped.tolist() == [True]
 
 
+@pytest.mark.slow
 def test_of_two_servers_the_one_that_is_there_answers() -> None:
     with served() as gone:
         pass
@@ -206,6 +206,7 @@ def test_of_two_servers_the_one_that_is_there_answers() -> None:
     assert notes == []
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_pauses_and_its_return_goes_on() -> None:
     with served() as gone:
         port = gone.server_address[1]
@@ -219,6 +220,7 @@ def test_a_server_that_is_down_pauses_and_its_return_goes_on() -> None:
     assert notes[1:] == ["warning: a server answers again: the run goes on"]
 
 
+@pytest.mark.slow
 def test_closing_ends_what_waits() -> None:
     with served() as gone:
         pass
@@ -327,6 +329,7 @@ def test_clients_that_break_off_leave_no_traceback(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_call_whose_client_has_gone_is_not_begun_and_one_that_is_late_is_reported(tmp_path: Path) -> None:
     import httpx
 

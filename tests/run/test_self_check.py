@@ -23,7 +23,7 @@ from slurm_rlhf.eval.verdicts import PROMPT_SHARES, warnings
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 from slurm_rlhf.run.self_check import PER_RANK, PromptFindings, SelfCheck, few
 
-pytestmark = [pytest.mark.slow]
+MARKS_OF_FIXTURES = {"found": "slow"}
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from slurm_rlhf.stages.kinds import SftTrainer
 from slurm_rlhf.stages.stage import read_inputs
 from slurm_rlhf.trainer.distributed import World
 
-pytestmark = pytest.mark.slow
+MARKS_OF_FIXTURES = {"trained": "slow"}
 
 ROOT = Path(__file__).parents[2]
 # Answers as vLLM samples them, with the log-probs of the tokens.
@@ -180,6 +180,7 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
     with (job / "sums.jsonl").open("a") as file:
         file.write('{"input": "1+1="}\n')

@@ -22,7 +22,7 @@ from training_ranks import as_rank, make_config, make_experience, parameters, sh
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.trainer.forward_fixes import FIXED, has_fixed_frequencies
 
-pytestmark = pytest.mark.slow
+MARKS_OF_FIXTURES = {"ranks": "slow"}
 
 RANKS = 2
 STAGES = (0, 2, 3)

@@ -12,7 +12,7 @@ from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.weights.backends.device_ipc import ordinal_of
 from slurm_rlhf.weights.rendezvous import choose, share_gpus
 
-pytestmark = [pytest.mark.slow]
+MARKS_OF_FIXTURES = {"fleet": "slow"}
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL moves bytes between GPUs")
 BACKENDS = ["gloo", "ipc", "disk", pytest.param("nccl", marks=NEEDS_GPU)]

@@ -27,7 +27,7 @@ from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.rendezvous import Member
 
-pytestmark = [pytest.mark.slow]
+MARKS_OF_FIXTURES = {"cluster": "slow"}
 
 SILENCE = float(round(scaled(2.0)))
 NODES = ["near", "mid", "far"]
@@ -131,6 +131,7 @@ def test_every_pair_of_nodes_is_watched_and_a_heartbeat_costs_a_datagram_per_nod
     assert {8 * node + 3 for node in (68, 99, 101, 132)} <= set(many[8 * 100 + 3])
 
 
+@pytest.mark.slow
 def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of three members is heard and falls silent, one is never heard; a stranger counts as nobody."""
     ends = [Heartbeat("127.0.0.1", scaled(1.0)) for _ in range(3)]
@@ -188,6 +189,7 @@ def test_what_silences_mean() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.slow
 def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str], rank: int) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
     assert main(["bench", "sync", *words, f"--lora_rank={rank}"]) == 0
@@ -229,6 +231,7 @@ def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_
         assert found["peak_extra_bytes"] <= 3 * (64 << 20) * 1.01 + 3 * max(2 * math.prod(p[1]) for p in parameters)
 
 
+@pytest.mark.slow
 def test_the_memory_figure_counts_a_parameter_of_many_buckets_on_both_ends() -> None:
     sizes = [4096, 500, 3000, 100, 7000, 1]
     parameters = [["embed", [24000, 1024], "bfloat16"]]

@@ -29,7 +29,7 @@ from slurm_rlhf.weights.rendezvous import Membership
 from slurm_rlhf.weights.routes import routes
 from slurm_rlhf.weights.transfer_plan import DEPTH, make_plan
 
-pytestmark = [pytest.mark.slow]
+MARKS_OF_FIXTURES = {"fleet": "slow", "cell": "slow"}
 PARAMETERS = describe(make_weights(0))
 SHORT_S = float(round(scaled(3.0)))
 
@@ -287,6 +287,7 @@ def test_an_abort_ends_the_wait_for_members(fleet):
         group.open()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_not_there():
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]

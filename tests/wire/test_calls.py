@@ -22,8 +22,6 @@ from slurm_rlhf.wire.client import ControlClient
 from slurm_rlhf.wire.handles import ControlServer
 from slurm_rlhf.wire.messages import Peer
 
-pytestmark = [pytest.mark.slow]
-
 # Nobody is meant to be lost here, however busy the machine is.
 LIMIT = HANG_S
 
@@ -104,6 +102,7 @@ def test_arrays_may_change_as_soon_as_they_are_handed_over(keys: RunKeys) -> Non
         assert future.result(HANG_S).min() == 1
 
 
+@pytest.mark.slow
 def test_two_ranks_work_at_the_same_time(team: Team) -> None:
     long = ask(team.server, "actor", 0, "sleep", timeout_s=HANG_S, seconds=scaled(1.5))
     assert team.call("echo", 1, a=1) == {"a": 1}
@@ -151,6 +150,7 @@ def test_what_cannot_be_encoded_is_an_error_on_either_side(team: Team) -> None:
     assert team.call("echo", a=1) == {"a": 1}
 
 
+@pytest.mark.slow
 def test_a_passed_deadline_names_everything_and_the_late_reply_is_dropped(team: Team) -> None:
     late = team.server.late
     peer = team.server.peers("actor")[1]
@@ -162,6 +162,7 @@ def test_a_passed_deadline_names_everything_and_the_late_reply_is_dropped(team: 
     assert team.server.late == late + 1
 
 
+@pytest.mark.slow
 def test_a_deadline_counts_from_the_last_reply_of_a_rank_that_works_its_calls_off(team: Team) -> None:
     futures = [ask(team.server, "actor", 0, "sleep", timeout_s=scaled(1.6), seconds=scaled(0.4)) for _ in range(6)]
     assert [future.result(HANG_S) for future in futures] == ["slept"] * 6
@@ -176,6 +177,7 @@ def test_a_rank_that_is_not_there(team: Team) -> None:
         team.server.wait_for("actor", 4, 0.2)
 
 
+@pytest.mark.slow
 def test_heartbeats_overtake_large_arrays(team: Team) -> None:
     size, count = 100_000_000, 4
     peer = team.server.peers("actor")[0]
@@ -191,6 +193,7 @@ def test_heartbeats_overtake_large_arrays(team: Team) -> None:
     assert len(heard) >= 3
 
 
+@pytest.mark.slow
 def test_heartbeats_go_on_while_the_rank_computes(team: Team) -> None:
     peer = team.server.peers("actor")[1]
     busy = ask(team.server, "actor", 1, "compute", timeout_s=HANG_S, seconds=1.5)

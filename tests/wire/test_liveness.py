@@ -27,8 +27,6 @@ from slurm_rlhf.wire.io_loop import IoLoop
 from slurm_rlhf.wire.io_thread import ListeningClock, end_context
 from slurm_rlhf.wire.messages import Envelope, Peer
 
-pytestmark = [pytest.mark.slow]
-
 TIMES = {"heartbeat_interval": INTERVAL, "heartbeat_limit": LIMIT}
 
 
@@ -83,6 +81,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
             stop_peer(process)
 
 
+@pytest.mark.slow
 def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: Run) -> None:
     """A role that has failed for good works again; its old rank is asked to end, and a late old one is refused."""
     old = run.start(0, 1)
@@ -111,6 +110,7 @@ def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: R
     assert run.lost == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) -> None:
     processes = [run.start(rank, 2) for rank in range(2)]
     run.server.wait_for("actor", 2, HANG_S)
@@ -145,6 +145,7 @@ def test_an_end_of_zeromq_that_does_not_come_is_not_waited_for(caplog: pytest.Lo
     assert not caplog.text
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_lost_and_ends_when_it_wakes(run: Run) -> None:
     process = run.start(0, 1)
     run.server.wait_for("actor", 1, HANG_S)
@@ -154,6 +155,7 @@ def test_a_stopped_rank_is_lost_and_ends_when_it_wakes(run: Run) -> None:
     assert process.wait(HANG_S) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_conductor_is_noticed_by_the_rank(tmp_path: Path) -> None:
     conductor, endpoint = start_conductor(tmp_path / "keys.json")
     reasons: list[str] = []
@@ -170,6 +172,7 @@ def test_a_killed_conductor_is_noticed_by_the_rank(tmp_path: Path) -> None:
         stop_peer(conductor)
 
 
+@pytest.mark.slow
 def test_a_suspended_run_goes_on_where_it_was(tmp_path: Path) -> None:
     """`scontrol suspend` stops all processes of a job, and everybody has been silent when it resumes."""
     conductor, endpoint = start_conductor(tmp_path / "keys.json")
@@ -246,6 +249,7 @@ class Proxy:
             sink.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.slow
 def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
     host, port = run.server.endpoint().removeprefix("tcp://").split(":")
     proxy = Proxy((host, int(port)))
@@ -325,6 +329,7 @@ with ControlServer(keys) as server:
 """
 
 
+@pytest.mark.slow
 def test_idle_ends_cost_next_to_nothing(tmp_path: Path) -> None:
     """A conductor's end and 12 ranks have the default heartbeat, in a process that has nothing else to do."""
     command = [sys.executable, "-c", IDLE, str(tmp_path / "keys.json"), str(HANG_S)]

@@ -24,8 +24,6 @@ from slurm_rlhf.observe.stacks import Frame
 from slurm_rlhf.polling import UNDER_WAY
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 SERVED = (HERE / "served.py").read_text(encoding="utf-8")
 SHORT_S = scaled(0.3)
@@ -84,10 +82,10 @@ def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tm
 @pytest.mark.parametrize(
     ("method", "arguments", "kind", "text", "replaced"),
     [
-        ("hang", (), "late", "hang did not return within", True),
+        pytest.param("hang", (), "late", "hang did not return within", True, marks=pytest.mark.slow),
         ("crash", (), "ended", "its process was killed by SIGSEGV", True),
         ("leave", (7,), "ended", "its process ended with status 7", True),
-        ("grow", (), "memory", "its process grew past 400 MiB", True),
+        pytest.param("grow", (), "memory", "its process grew past 400 MiB", True, marks=pytest.mark.slow),
         ("fail", ("x",), "raised", "KeyError: 'x'", False),
         ("stop", (), "raised", "SystemExit: 3", False),
         ("garbage", (), "raised", "a value of type object cannot go to another process", False),
@@ -112,6 +110,7 @@ def test_a_call_that_goes_wrong_is_reported_by_kind(
     assert running(before) is not replaced
 
 
+@pytest.mark.slow
 def test_a_late_call_leaves_its_print_and_its_stack_in_the_log(pools: Pools, tmp_path: Path) -> None:
     with pytest.raises(WorkerError):
         pools().submit("hang", timeout_s=SHORT_S).result(HANG_S)
@@ -126,6 +125,7 @@ def test_what_a_call_prints_is_in_the_log_when_it_is_answered_or_soon_after(pool
     until(lambda: "heard" in (tmp_path / "log").read_text())
 
 
+@pytest.mark.slow
 def test_bad_calls_hold_up_no_others(pools: Pools, tmp_path: Path) -> None:
     pool = pools(2)
     bad = [pool.submit(name, timeout_s=SHORT_S) for name in ("hang", "crash") * 5]
@@ -167,7 +167,10 @@ def test_a_lease_keeps_its_worker_until_that_ends(pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "start_s", "text"),
-    [({"fails": "no such model"}, HANG_S, "ValueError: no such model"), ({"slow_s": 1000}, SHORT_S, "load its code")],
+    [
+        ({"fails": "no such model"}, HANG_S, "ValueError: no such model"),
+        pytest.param({"slow_s": 1000}, SHORT_S, "load its code", marks=pytest.mark.slow),
+    ],
 )
 def test_code_that_does_not_load_is_said_at_once(
     pools: Pools, arguments: dict[str, Any], start_s: float, text: str
@@ -235,6 +238,7 @@ def test_a_call_is_under_way_until_it_has_ended(pools: Pools, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.slow
 def test_the_child_of_a_fork_that_comes_back_answers_no_call(pools: Pools, fails: bool) -> None:
     pool = pools()
     assert pool.submit("fork", fails, timeout_s=HANG_S).result(HANG_S) == "forked"

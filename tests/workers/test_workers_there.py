@@ -22,8 +22,6 @@ from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.distant import DistantNode, HostedWorkers
 from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 SHORT_S = scaled(0.3)
 
@@ -87,9 +85,9 @@ def test_each_node_has_as_many_workers_whose_calls_are_answered(pools: Pools, tm
 @pytest.mark.parametrize(
     ("method", "arguments", "kind", "text", "ends"),
     [
-        ("hang", (), "late", "hang did not return within", True),
+        pytest.param("hang", (), "late", "hang did not return within", True, marks=pytest.mark.slow),
         ("crash", (), "ended", "its process was killed by SIGSEGV", True),
-        ("grow", (), "memory", "its process grew past 400 MiB", True),
+        pytest.param("grow", (), "memory", "its process grew past 400 MiB", True, marks=pytest.mark.slow),
         ("fail", ("x",), "raised", "KeyError: 'x'", False),
         ("garbage", (), "raised", "a value of type object cannot go to another process", False),
         ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
@@ -163,6 +161,7 @@ def test_a_lost_node_fails_what_it_did_and_the_others_do_the_rest(pools: Pools, 
     assert failed.value.kind == "ended"
 
 
+@pytest.mark.slow
 def test_a_node_that_is_silent_past_a_calls_deadline_is_lost(pools: Pools) -> None:
     pool, (node, other) = pools(nodes=2)
     pool.ready()
@@ -183,6 +182,7 @@ def test_a_node_that_is_silent_past_a_calls_deadline_is_lost(pools: Pools) -> No
         pool.submit("double", [1], timeout_s=HANG_S).result(HANG_S)
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_closed_ends_its_workers_there_in_the_middle_of_a_call(pools: Pools, tmp_path: Path) -> None:
     pool, nodes = pools(2)
     pids = [pool.lease().submit("keep", 1, timeout_s=HANG_S).result(HANG_S)[0] for _ in range(2)]
