@@ -166,7 +166,6 @@ class GroupStream:
         return bool(self._open or self._finished or self._judging)
 
     def _room(self) -> int:
-        filtered = self.counts is not None
         dropped = sum(group.verdict is False for group in self._groups)
         if self.size is None:
             passed = sum(group.verdict is True for group in self._groups)
@@ -174,7 +173,7 @@ class GroupStream:
             unfinished = begun - passed - dropped
             fresh = on_policy_room(passed, unfinished, begun, self._batch, self._at_once, self._most)
             return fresh if self._wanted else 0
-        if (filtered and dropped >= self._most) or self._choose() is not None:
+        if (self.counts is not None and dropped >= self._most) or self._choose() is not None:
             return 0  # the next batch is ready: a group that begins now would only be older
         waiting = len(self._groups) - dropped
         return room(waiting, self._version, self._step, self.size, self._batch, self.last, self._ahead)
