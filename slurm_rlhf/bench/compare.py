@@ -46,13 +46,24 @@ def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats:
 
 @contextmanager
 def with_model(options: Mapping[str, Any], config: Config, mean_response: int) -> Iterator[Config]:
-    """Yield `config` with a model: the one it names, or a random one that is removed after the block."""
+    """Yield `config` with a model: the one it names, or a random one that is removed after the block.
+
+    One in `mean_response` of its tokens ends a sequence, so responses have about that mean length.
+    """
     if config.actor.model_name_or_path:
         yield config
         return
+    from transformers import GenerationConfig
+
+    def ends(model: Any) -> None:
+        vocab = model.config.vocab_size
+        every = range(0, vocab, max(1, min(mean_response, vocab)))
+        model.generation_config = GenerationConfig(eos_token_id=list(every), pad_token_id=0)
+
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
         size = ModelSize(options["hidden"], options["layers"], options["vocab"], config.data.max_len)
-        config.actor.model_name_or_path = str(make_random_model(Path(scratch) / "model", size, mean_response))
+        made = write_qwen2(Path(scratch) / "model", _tokenizer(size.vocab), size, ends)
+        config.actor.model_name_or_path = str(made)
         yield config
 
 
@@ -77,21 +88,6 @@ class ModelSize:
     vocab: int = 8192
     positions: int = 2048
     tied: bool = True  # input and output embeddings are shared
-
-
-def make_random_model(path: Path, size: ModelSize, mean_response: int) -> Path:
-    """Write a Qwen2 of `size` to directory `path`.
-
-    One in `mean_response` of its tokens ends a sequence, so responses have about that mean length.
-    """
-    from transformers import GenerationConfig
-
-    def ends(model: Any) -> None:
-        vocab = model.config.vocab_size
-        every = range(0, vocab, max(1, min(mean_response, vocab)))
-        model.generation_config = GenerationConfig(eos_token_id=list(every), pad_token_id=0)
-
-    return write_qwen2(path, _tokenizer(size.vocab), size, ends)
 
 
 def write_qwen2(path: Path, tokenizer: Any, size: ModelSize, change: Callable[[Any], None]) -> Path:

@@ -30,16 +30,57 @@ from slurm_rlhf.wire.handles import ControlServer, EngineHandle
 
 
 def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Measure both sides. Raises ConfigError, ModelError, RunError."""
-    new, longest = config.rollout.max_new_tokens, options["prompt_tokens"] + options["prompt_tokens"] // 2
+    """Measure tokens/s of both sides, in each repetition with new random prompts.
+
+    Prompts have `prompt_tokens` tokens on average. `same_tokens` in the result is the share of responses that are equal
+    on both sides in the last repetition: 1 in fp32, less if rounding in another order of a batch changes a token.
+    Raises ConfigError for prompts that do not fit, ModelError for a model that cannot be used, RunError.
+    """
+    r, prompts, prompt_tokens = config.rollout, options["prompts"], options["prompt_tokens"]
+    new, longest = r.max_new_tokens, prompt_tokens + prompt_tokens // 2
     if longest + new > config.data.max_len:
         raise ConfigError(
             f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} are "
             f"{longest + new} tokens, more than data.max_len = {config.data.max_len}: lower one of them, or raise "
             "data.max_len"
         )
-    with with_model(options, config, options["mean_response"]):
-        return bench_rollout(config, options["prompts"], options["prompt_tokens"], options["repeats"])
+    how = Sampling(1, r.temperature, r.top_p, r.top_k, new, list(r.stop))
+    answered: dict[str, list[list[int]]] = {}
+    with with_model(options, config, options["mean_response"]), tempfile.TemporaryDirectory() as scratch:
+        # First, because vllm reads the environment that this sets when it is imported.
+        worker = _Worker(config, Path(scratch) / "keys.json")
+        try:
+            vocab = read_shape("actor.model_name_or_path", config.actor.model_name_or_path).vocab
+            baseline = BaselineEngine(config)
+            episodes = Episodes(Scheduler(worker.handle, config.train.seed, config.vllm.max_num_seqs))
+
+            def ours(number: int) -> int:
+                drawn = _prompts(number, prompts, prompt_tokens, vocab)
+                found: list[Trajectory] = episodes.sample(drawn, how, number)
+                answered["ours"] = [t.response_ids.tolist() for t in found]
+                return sum(len(t.response_ids) for t in found)
+
+            def plain(number: int) -> int:
+                drawn = _prompts(number, prompts, prompt_tokens, vocab)
+                seeds = [request_seed(config.train.seed, prompt.index, 0, number) for prompt in drawn]
+                answered["bare"] = baseline.generate([prompt.token_ids for prompt in drawn], how, seeds)
+                return sum(map(len, answered["bare"]))
+
+            result = compare(ours, plain, options["repeats"])
+        finally:
+            worker.close()
+    equal = sum(a == b for a, b in zip(answered["ours"], answered["bare"], strict=True))
+    return {
+        "bench": "rollout",
+        **result,
+        "unit": "response tokens/s",
+        "prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": sum(map(len, answered["bare"])) / prompts,
+        "same_tokens": equal / prompts,
+        "max_num_seqs": config.vllm.max_num_seqs,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
+    }
 
 
 def show(result: dict[str, Any]) -> str:
@@ -118,53 +159,6 @@ class BaselineEngine:
         asked: list[Any] = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         answers = self._llm.generate(asked, how, use_tqdm=False)
         return [list(answer.outputs[0].token_ids) for answer in answers]
-
-
-def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
-    """Measure tokens/s of both sides over `repeats` repetitions, each with `prompts` new random prompts.
-
-    Prompts have `prompt_tokens` tokens on average. `same_tokens` in the result is the share of responses that are equal
-    on both sides in the last repetition: 1 in fp32, less if rounding in another order of a batch changes a token.
-    Raises ModelError for a model that cannot be used, RunError for a prompt that does not fit.
-    """
-    r = config.rollout
-    how = Sampling(1, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
-    answered: dict[str, list[list[int]]] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        # First, because vllm reads the environment that this sets when it is imported.
-        worker = _Worker(config, Path(scratch) / "keys.json")
-        try:
-            vocab = read_shape("actor.model_name_or_path", config.actor.model_name_or_path).vocab
-            baseline = BaselineEngine(config)
-            episodes = Episodes(Scheduler(worker.handle, config.train.seed, config.vllm.max_num_seqs))
-
-            def ours(number: int) -> int:
-                drawn = _prompts(number, prompts, prompt_tokens, vocab)
-                found: list[Trajectory] = episodes.sample(drawn, how, number)
-                answered["ours"] = [t.response_ids.tolist() for t in found]
-                return sum(len(t.response_ids) for t in found)
-
-            def plain(number: int) -> int:
-                drawn = _prompts(number, prompts, prompt_tokens, vocab)
-                seeds = [request_seed(config.train.seed, prompt.index, 0, number) for prompt in drawn]
-                answered["bare"] = baseline.generate([prompt.token_ids for prompt in drawn], how, seeds)
-                return sum(map(len, answered["bare"]))
-
-            result = compare(ours, plain, repeats)
-        finally:
-            worker.close()
-    equal = sum(a == b for a, b in zip(answered["ours"], answered["bare"], strict=True))
-    return {
-        "bench": "rollout",
-        **result,
-        "unit": "response tokens/s",
-        "prompts": prompts,
-        "prompt_tokens": prompt_tokens,
-        "response_tokens": sum(map(len, answered["bare"])) / prompts,
-        "same_tokens": equal / prompts,
-        "max_num_seqs": config.vllm.max_num_seqs,
-        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
-    }
 
 
 def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:

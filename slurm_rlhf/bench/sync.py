@@ -74,7 +74,17 @@ def measure(
             for process in processes:
                 process.kill()
                 process.wait()
-    return _derived(spec, measured)
+    nbytes = sum(2 * math.prod(shape) for _, shape, _ in spec.parameters)
+    return {
+        "bytes": nbytes,
+        "backend": spec.backend,
+        "actors": _shape(spec.actors),
+        "engines": _shape(spec.engines),
+        "zero": spec.zero,
+        **measured,
+        "bytes_per_s": nbytes / measured["seconds"],  # into each engine rank, and over the network into each node
+        "bytes_per_s_all_ranks": nbytes / measured["seconds"] * len(spec.engines),
+    }
 
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -142,20 +152,6 @@ def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[st
                 raise RunError(f"bench sync: rank {rank} ended with {code}:\n" + "\n".join(words))
     output, _ = processes[0].communicate()
     return dict(json.loads(output.splitlines()[-1]))
-
-
-def _derived(spec: Spec, measured: dict[str, Any]) -> dict[str, Any]:
-    nbytes = sum(2 * math.prod(shape) for _, shape, _ in spec.parameters)
-    return {
-        "bytes": nbytes,
-        "backend": spec.backend,
-        "actors": _shape(spec.actors),
-        "engines": _shape(spec.engines),
-        "zero": spec.zero,
-        **measured,
-        "bytes_per_s": nbytes / measured["seconds"],  # into each engine rank, and over the network into each node
-        "bytes_per_s_all_ranks": nbytes / measured["seconds"] * len(spec.engines),
-    }
 
 
 def show(found: dict[str, Any]) -> str:

@@ -32,9 +32,35 @@ LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 
 
 def run_bench(options: dict[str, Any], config: Config) -> dict[str, Any]:
-    """Measure both sides. Raises ConfigError, ModelError, RunError."""
+    """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
+
+    A response of the equal batch has rollout.max_new_tokens tokens. Those of the ragged batch have log-normal lengths
+    (`MEAN`, `SIGMA`: as in runs on mathematics), cut at that number. The bare loop's micro-batch has as many of the
+    longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same memory. Raises RunError if the
+    losses differ, because then the two sides do not do the same work; ConfigError, ModelError.
+    """
     with with_model(options, config, mean_response=1):
-        return bench_train(config, options["sequences"], options["prompt_tokens"], options["repeats"])
+        longest = options["prompt_tokens"] + config.rollout.max_new_tokens
+        micro = max(1, config.train.max_tokens_per_gpu // longest)
+        role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
+        role.start(1)
+        baseline = BaselineTrainer(config, micro)
+        shape = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
+        gpu = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+        result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
+        for name in ("equal", "ragged"):
+            batch = _batch(config, options["sequences"], options["prompt_tokens"], name == "ragged", role)
+            timed = _compare(config, role, baseline, batch, options["repeats"])
+            result[name] = timed | utilisation(shape, batch, timed["ours"], config.ds.param_dtype, gpu)
+        return result | {
+            "sequences": options["sequences"],
+            "longest": longest,
+            "micro_batch": micro,
+            "max_tokens_per_gpu": config.train.max_tokens_per_gpu,
+            "zero_stage": config.ds.zero_stage,
+            "param_dtype": config.ds.param_dtype,
+            "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
+        }
 
 
 def show(result: dict[str, Any]) -> str:
@@ -49,37 +75,6 @@ def show(result: dict[str, Any]) -> str:
         f"ZeRO-{result['zero_stage']}, {result['param_dtype']}\n"
         f"model FLOPs of ours, forward and backward, without recomputation: {', '.join(rates)}"
     )
-
-
-def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
-    """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
-
-    A response of the equal batch has rollout.max_new_tokens tokens. Those of the ragged batch have log-normal lengths
-    (`MEAN`, `SIGMA`: as in runs on mathematics), cut at that number. The bare loop's micro-batch has as many of the
-    longest sequences as fit into train.max_tokens_per_gpu, so both sides need the same memory. Raises RunError if the
-    losses differ, because then the two sides do not do the same work.
-    """
-    longest = prompt_tokens + config.rollout.max_new_tokens
-    micro = max(1, config.train.max_tokens_per_gpu // longest)
-    role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
-    role.start(1)
-    baseline = BaselineTrainer(config, micro)
-    shape = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
-    gpu = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
-    result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
-    for name in ("equal", "ragged"):
-        batch = _batch(config, sequences, prompt_tokens, name == "ragged", role)
-        timed = _compare(config, role, baseline, batch, repeats)
-        result[name] = timed | utilisation(shape, batch, timed["ours"], config.ds.param_dtype, gpu)
-    return result | {
-        "sequences": sequences,
-        "longest": longest,
-        "micro_batch": micro,
-        "max_tokens_per_gpu": config.train.max_tokens_per_gpu,
-        "zero_stage": config.ds.zero_stage,
-        "param_dtype": config.ds.param_dtype,
-        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
-    }
 
 
 def _compare(

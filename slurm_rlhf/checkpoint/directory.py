@@ -263,19 +263,14 @@ def failures(events: Sequence[RunEvent], nodes: int, mtbf_hours: float) -> Failu
     failure, too.
     """
     stops = sum(event.event == RESTART for event in events)
-    sessions = _sessions(events)
+    sessions: list[list[RunEvent]] = []
+    for event in events:
+        if event.event in BEGINS or not sessions:
+            sessions.append([])
+        sessions[-1].append(event)
     observed = sum(session[-1].at - session[0].at for session in sessions)
     for session in sessions[:-1]:
         ended = session[-1].event
         failed = ended in (ERROR, HANG) or ended not in (*ENDS, REQUEUE)
         stops += failed and session[-1].step > session[0].step
     return Failures(stops, observed, nodes, mtbf_hours)
-
-
-def _sessions(events: Sequence[RunEvent]) -> list[list[RunEvent]]:
-    found: list[list[RunEvent]] = []
-    for event in events:
-        if event.event in BEGINS or not found:
-            found.append([])
-        found[-1].append(event)
-    return found

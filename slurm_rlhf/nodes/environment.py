@@ -102,6 +102,19 @@ def interface_to_others(ranks: RankMap, node: str) -> str:
 WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 """Variables that keep waiting threads from spinning: on shared cores they would take time from those with work."""
 
+_OF_ALL = {
+    **WAITING_THREADS,
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONFAULTHANDLER": "1",
+}
+"""Variables of every role."""
+
 
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
     """Choose the environment variables of each role on each node: role -> node -> variables.
@@ -112,6 +125,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
     among the ranks that compute at the same time, and none of its threads spins while it waits.
     """
     nodes = {share.node for shares in ranks.roles.values() for share in shares}
+    # On one machine nothing of the whole run is to be reached from outside.
+    inside = {"GLOO_SOCKET_IFNAME": "lo"} if len(nodes) == 1 else {}
     environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
     for node in nodes:
         here = {
@@ -121,9 +136,10 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
             samples = ROLES[role].kind == "engine"
             rivals = sum(count for other, count in here.items() if (ROLES[other].kind == "engine") == samples)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
-            environment[role][node] = _variables(threads, alone=len(nodes) == 1) | allocator(config, ranks, role)
+            own = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             if config.sync.interface and role in (ACTOR, ROLLOUT):  # NCCL reads it once, before weights are sent
-                environment[role][node]["NCCL_SOCKET_IFNAME"] = f"={config.sync.interface}"  # `=`: exactly this name
+                own["NCCL_SOCKET_IFNAME"] = f"={config.sync.interface}"  # `=`: exactly this name
+            environment[role][node] = own | _OF_ALL | inside | allocator(config, ranks, role)
     return environment
 
 
@@ -134,23 +150,6 @@ def allocator(config: Config, ranks: RankMap, role: str) -> dict[str, str]:
     memory is in pools that sleep; nor where all roles take turns: it would not be given back in time.
     """
     mapped = role in (ACTOR, ROLLOUT) and ROLLOUT in ranks.roles
-    unsafe = ranks.topology.accelerator != GPU or config.train.colocate_all or mapped
-    return {} if unsafe else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-def _variables(threads: int, alone: bool) -> dict[str, str]:
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        **WAITING_THREADS,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    # On one machine nothing of the whole run is to be reached from outside.
-    return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables
+    if ranks.topology.accelerator != GPU or config.train.colocate_all or mapped:
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

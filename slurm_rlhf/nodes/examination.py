@@ -60,7 +60,16 @@ def examine_nodes(asked: Question, agents: AgentServer) -> tuple[Report, RankMap
         agents.begin(_orders(asked, agents, canary))
         talk.meet(asked.nodes, INTRODUCED)
         talk.learn({node: _peers(node, asked, talk.met) for node in list(talk.met)}, FACTS)
-    seen = _measured(talk, _evidence(asked, agents, talk, token))
+    facts = {
+        node: replace(talk.facts[node], equipment=asked.equipment.get(node, talk.facts[node].equipment))
+        for node in asked.nodes
+        if node in talk.facts
+    }
+    mine = dict(asked.versions)
+    if asked.inside and facts:
+        mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
+    unmeasured = "" if asked.measure else "preflight = quick"
+    seen = _measured(talk, Evidence(asked, mine, token, facts, agents.said(), unmeasured=unmeasured))
     talk.end()
     report, ranks = Report(asked.nodes, judge(seen), talk.seconds()), _placed(seen)
     taken = {*(node.name for node in ranks.topology.nodes), *asked.ranks.topology.workers}
@@ -83,19 +92,6 @@ def _measured(talk: Interview, seen: Evidence) -> Evidence:
     ranks = _placed(seen)
     away |= {node for node in asked.nodes if node not in talk.here}
     return replace(seen, groups=talk.measure_groups(role_groups(ranks, away), ranks.topology, GROUPS))
-
-
-def _evidence(asked: Question, agents: AgentServer, talk: Interview, token: str) -> Evidence:
-    facts = {
-        node: replace(talk.facts[node], equipment=asked.equipment.get(node, talk.facts[node].equipment))
-        for node in asked.nodes
-        if node in talk.facts
-    }
-    mine = dict(asked.versions)
-    if asked.inside and facts:
-        mine = {**next(iter(facts.values())).versions, "slurm_rlhf": mine.get("slurm_rlhf", MISSING)}
-    unmeasured = "" if asked.measure else "preflight = quick"
-    return Evidence(asked, mine, token, facts, agents.said(), unmeasured=unmeasured)
 
 
 def _placed(seen: Evidence) -> RankMap:

@@ -132,10 +132,10 @@ def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -
     for nodes, rate in rates.items():
         for node in nodes:
             best[node] = max(rate, best.get(node, 0.0))
-    slow = {node for node, rate in best.items() if len(best) > 2 and rate < SLOW * _median_without(best, node)}
+    others = {node: median(best[other] for other in best if other != node) for node in best if len(best) > 2}
+    slow = {node for node, rate in others.items() if best[node] < SLOW * rate}
     for node in sorted(slow):
-        others = _median_without(best, node)
-        said = f"the link of {node} carries {_rate(best[node])}, those of its peers {_rate(others)} (median)"
+        said = f"the link of {node} carries {_rate(best[node])}, those of its peers {_rate(others[node])} (median)"
         remedy = f"Look at its cable, its port and NCCL_SOCKET_IFNAME, or leave it out: {exclude(node)}"
         found.append(warned(said, remedy, node, avoid=True))
     usual = median(rates.values()) if rates else 0.0
@@ -144,23 +144,16 @@ def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -
             said = f"between {' and '.join(nodes)} pass {_rate(rate)}, though both have links of {_rate(usual)}"
             remedy = f"Something on the way between these two is slow; leave one out: {exclude(nodes[-1])}"
             found.append(warned(said, remedy, nodes[-1], avoid=True))
-    if len(best) == 2:
-        found += _far_below(rates, mbits or {})
-    shown = [each.figures for each in outcomes if each.figures is not None]
-    return Check("links", f"{len(shown)} pairs: {_span(shown)}" if shown else "one node: there are none", found)
-
-
-def _far_below(rates: Mapping[tuple[str, ...], float], mbits: Mapping[str, int]) -> list[Finding]:
-    found = []
-    for nodes, rate in rates.items():
-        made_for = min(_STREAM_MBITS, *(mbits.get(node, 0) for node in nodes)) * _MB / 8
+    for nodes, rate in rates.items() if len(best) == 2 else ():
+        made_for = min(_STREAM_MBITS, *((mbits or {}).get(node, 0) for node in nodes)) * _MB / 8
         if rate < FAR_BELOW * made_for:
             said = (
                 f"between {' and '.join(nodes)} pass {_rate(rate)}, and their interfaces are made for {_rate(made_for)}"
             )
             remedy = "Look at cables, ports, and at what else uses this network; NCCL_SOCKET_IFNAME names another one"
             found.append(warned(said, remedy, *nodes))
-    return found
+    shown = [each.figures for each in outcomes if each.figures is not None]
+    return Check("links", f"{len(shown)} pairs: {_span(shown)}" if shown else "one node: there are none", found)
 
 
 def groups(outcomes: Sequence[Outcome]) -> Check:
@@ -208,10 +201,6 @@ def _called(outcome: Outcome) -> str:
 
 def _size(outcome: Outcome) -> tuple[str, int, int]:
     return outcome.group.kind, len(outcome.group.processes), len(outcome.nodes)
-
-
-def _median_without(rates: dict[str, float], node: str) -> float:
-    return median(rate for other, rate in rates.items() if other != node)
 
 
 def _span(figures: Sequence[Figures]) -> str:

@@ -114,7 +114,11 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
 def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[Block]:
     """Make a block for each role or set of colocated roles. Raises PlacementError where these differ in size."""
     blocks = []
-    for group in _merged(sizes, colocate):
+    groups: dict[frozenset[str], list[RoleSize]] = {}  # sizes by the first set that has the role
+    for size in sorted(sizes, key=lambda size: role_order(size.role)):
+        together = next((names for names in colocate if size.role in names), frozenset({size.role}))
+        groups.setdefault(together, []).append(size)
+    for group in groups.values():
         first, *others = sorted(group, key=lambda size: size.engines > 0)  # trainers before engines
         for other in others:
             if not _same_slots(first, other):
@@ -136,15 +140,6 @@ def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Seque
         slots += block.per_node or block.tp * -(-block.engines // (block.num_nodes or count))
     nodes = tuple(Node(node.name, slots, node.cpus) for node in topology.nodes)
     return Topology(nodes, CPU, workers=topology.workers)
-
-
-def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
-    """Group sizes by the first set that has the role."""
-    groups: dict[frozenset[str], list[RoleSize]] = {}
-    for size in sorted(sizes, key=lambda size: role_order(size.role)):
-        together = next((names for names in colocate if size.role in names), frozenset({size.role}))
-        groups.setdefault(together, []).append(size)
-    return list(groups.values())
 
 
 def _same_slots(first: RoleSize, other: RoleSize) -> bool:

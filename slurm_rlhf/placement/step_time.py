@@ -197,6 +197,7 @@ def predict(
         phases["reward"] = rest
     training = sum(phases.values()) - phases["sampling"]
     ahead = config.vllm.sync_mode == "inflight"
+    parts = {"sampling": phases["sampling"], "training": training} if ahead else phases
     step = max(phases["sampling"], training) if ahead else phases["sampling"] + training
     ranks = {role: ROLES[role].ranks(config) for role in models}
     trainers = sum(max(ranks[role] for role in group) for group in slots)
@@ -208,9 +209,7 @@ def predict(
     return StepTime(
         phases,
         step,
-        ("sampling" if phases["sampling"] >= training else "training")
-        if ahead
-        else max(phases, key=phases.__getitem__),
+        max(parts, key=parts.__getitem__),
         max(0.0, 1.0 - busy / (gpus * step)),
         learned / (peak * sum(ranks[role] * seconds for role, seconds in update.items())),
         (learned + others) / (peak * gpus * step),

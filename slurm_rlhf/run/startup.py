@@ -111,7 +111,10 @@ class Startup:
         pool = colocation = None
         if isinstance(engines, EngineHandle) and units is not None:
             units.tell = self.run.reporting.note
-            weight_sync = self._weight_sync(engines)
+            before, host = self._sync, self.supervisor.sync_host
+            # The store and the groups of an actor that was started again are new ones, and so have other names.
+            earlier = (0, False) if before is None else (before.generation, before.fell_back)
+            weight_sync = self._sync = WeightSync(config, roles[ACTOR], engines, host, *earlier)
             self.run.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             # Engines begin to start; colocated ones sleep before the trainers start.
@@ -137,13 +140,6 @@ class Startup:
             gpus.load_state_dict(self._gpu_sums)
         final = self.run.directory.final
         return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.run.reporting, final)
-
-    def _weight_sync(self, engines: EngineHandle) -> WeightSync:
-        actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
-        # The store and the groups of an actor that was started again are new ones, and so have other names.
-        known = (0, False) if before is None else (before.generation, before.fell_back)
-        self._sync = WeightSync(self.run.config, actor, engines, host, *known)
-        return self._sync
 
     def _evaluation(self, step: TrainingStep) -> Evaluation | None:
         config, sets = self.run.config, self.inputs.evaluation

@@ -58,7 +58,13 @@ def sample_metrics(
     if config.rollout.repetition_detection_max_pattern_size:
         metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
     if config.env.path:
-        metrics |= episode_metrics(trajectories)
+        counts = sum((Counter(t.counts) for t in trajectories), Counter[str]())
+        calls = counts.pop(CALLS, 0)
+        metrics["turns"] = float(np.mean([t.turns for t in trajectories]))
+        metrics["lost"] = float(np.mean([t.finish_reason == LOST for t in trajectories]))
+        metrics["tools/calls"] = calls / len(trajectories)
+        # Errors of tools are shares of the calls.
+        metrics |= {f"tools/{kind}": counts[kind] / calls for kind in ERRORS} if calls else {}
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
     if rewards.skipped is not None:
@@ -67,16 +73,6 @@ def sample_metrics(
         metrics["reward/failed"] = float(np.mean(rewards.failed != ""))
     named = rewards.components | rewards.extra_logs
     return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
-
-
-def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Describe episodes: turns and calls of tools of each, errors of tools as shares of the calls, lost episodes."""
-    counts = sum((Counter(t.counts) for t in trajectories), Counter[str]())
-    calls = counts.pop(CALLS, 0)
-    tools = {f"tools/{kind}": counts[kind] / calls for kind in ERRORS} if calls else {}
-    lost = np.mean([t.finish_reason == LOST for t in trajectories])
-    turns = np.mean([t.turns for t in trajectories])
-    return {"turns": float(turns), "lost": float(lost), "tools/calls": calls / len(trajectories), **tools}
 
 
 def agreement_metrics(

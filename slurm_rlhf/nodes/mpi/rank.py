@@ -97,21 +97,6 @@ def _copy(output: IO[bytes]) -> None:
         sys.stdout.flush()
 
 
-def torch_variables(ranks: RankMap, own: Assignment, store: str) -> dict[str, str]:
-    """Return what torchrun tells a worker; `store` is where the ranks of its role meet, as host:port."""
-    host, _, port = store.rpartition(":")
-    return {
-        "RANK": str(own.number(ranks)),
-        "WORLD_SIZE": str(ranks.world(own.role)),
-        "LOCAL_RANK": str(own.local_rank),
-        "LOCAL_WORLD_SIZE": str(len(share_on(ranks, own.role, own.node).ranks)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        # The store exists already: no rank may open one at that port.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-
-
 class RankAgent(Agent):
     """Is the parent of one rank, which has a slot of its own."""
 
@@ -135,11 +120,20 @@ class RankAgent(Agent):
             return where
 
     def _start_rank(self, spec: StepSpec, ranks: RankMap, where: str, store: socket.socket | None) -> None:
-        """Start the rank; `store`: the socket of the role's store, in its first rank."""
+        """Start the rank. The ranks of its role meet at `where`, host:port; `store`: its socket, in the first rank."""
         share = share_on(ranks, spec.role, self._node)
+        host, _, port = where.rpartition(":")
         variables = {
             **spec.environment[self._node],
-            **torch_variables(ranks, self._own, where),
+            # As torchrun tells a worker.
+            "RANK": str(self._number),
+            "WORLD_SIZE": str(self._world),
+            "LOCAL_RANK": str(self._own.local_rank),
+            "LOCAL_WORLD_SIZE": str(len(share.ranks)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            # The store exists already: no rank may open one at that port.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": spec.run_id,
             **visible_gpus(ranks.topology, self._node, share.gpus, {}),
         }
