@@ -93,7 +93,7 @@ output_key = "label"
 """
 DISTILL = """
 [train]
-max_steps = 150
+max_steps = 400
 [reward]
 remote_url = ""
 [eval]
