@@ -157,7 +157,7 @@ class Engines:
             return broken and self.alone
         if broken or isinstance(error, RoleDied):
             # The end of its processes is reported later; until then nobody should call the engine again.
-            if broken or all(peer.lost for peer in self._peers(engine)):
+            if broken or self._peers_lost(engine):
                 self._put(engine, version=None)
             return True
         if isinstance(error, RemoteError) and any(words in str(error) for words in _UNABLE):
@@ -284,7 +284,7 @@ class Engines:
 
     def _is_over(self, engine: int, unit: Unit, launcher: AgentEngines) -> bool:
         gone = launcher.gone(engine) or time.monotonic() - unit.lost_at > timeouts.ENGINE_GONE_S
-        return gone and all(peer.lost for peer in self._peers(engine))
+        return gone and self._peers_lost(engine)
 
     def _start_again(self, engine: int, unit: Unit, launcher: AgentEngines) -> None:
         spares = [node for node in launcher.spares if node not in self._left_out]
@@ -323,6 +323,10 @@ class Engines:
 
     def _peers(self, engine: int) -> list[Peer]:
         return [peer for peer in self.server.peers(ROLLOUT) if peer.rank in self._ranks(engine)]
+
+    def _peers_lost(self, engine: int) -> bool:
+        """Tell whether all processes of an engine are lost."""
+        return all(peer.lost for peer in self._peers(engine))
 
     def _here(self, engine: int) -> bool:
         """Tell whether all ranks of an engine have said hello."""

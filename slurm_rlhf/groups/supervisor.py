@@ -256,24 +256,28 @@ class Supervisor:
         self._watch_engines()
         now, known = self.server.now, self._known()
         self._deaths.note(self._launcher.ended(), known, now)
-        if self.failure is not None or self._leaving.is_set():
-            return
-        if self._deaths.ends:
-            self._judge(self._deaths.waited_s(now), known)
-            return
-        # Where a node has died, a role that starts is given up: nobody misses the heartbeats of ranks before their
-        # hello. Agents of the role, which may replace one that has died, get the same time to appear.
-        limit_s = self._config.timeout.heartbeat
-        for role, unit in self.units.items():
-            starting = unit.state == "starting" and ROLES[role].kind != "engine"
-            if starting and time.monotonic() - unit.began > limit_s:
-                self._lose_before_hello(role, limit_s, f"nothing was heard of the node for {limit_s:g} s")
+        if self.failure is None and not self._leaving.is_set():
+            if self._deaths.ends:
+                self._judge(self._deaths.waited_s(now), known)
+            else:
+                self._watch_lost_nodes()
 
     def _known(self) -> list[RoleRanks]:
         """Return what is known of the ranks of each role whose end `Launcher.ended` reports."""
         here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
         roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
+
+    def _watch_lost_nodes(self) -> None:
+        """Give up a role that starts where a node has died: nobody misses the heartbeats of ranks before their hello.
+
+        Agents of the role, which may replace one that has died, get the same time to appear.
+        """
+        limit_s = self._config.timeout.heartbeat
+        for role, unit in self.units.items():
+            starting = unit.state == "starting" and ROLES[role].kind != "engine"
+            if starting and time.monotonic() - unit.began > limit_s:
+                self._lose_before_hello(role, limit_s, f"nothing was heard of the node for {limit_s:g} s")
 
     def _watch_engines(self) -> None:
         if (engines := self.engines) is None:

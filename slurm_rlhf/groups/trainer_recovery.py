@@ -74,10 +74,7 @@ class TrainerRecovery:
                 raise PlacementError(self.launcher.fixed)
             if why := refusal(self.failures, most):
                 raise PlacementError(why)
-            if (engines := self.supervisor.engines) is not None:
-                for group in ranks.tp_groups:  # some engines have moved by themselves
-                    if (node := engines.node(group.engine)) != group.node:
-                        ranks = with_engine_on(ranks, group.role, group.engine, node)
+            ranks = self._with_engines(ranks)
             moved = self._moved(ranks, broken)
             self.config = changed(self.config, moved.change) if moved.change else self.config
         except PlacementError as refused:
@@ -143,6 +140,14 @@ class TrainerRecovery:
                 "full size, by the order in which sums are taken (1e-5 in fp32)"
             )
         return moved
+
+    def _with_engines(self, ranks: RankMap) -> RankMap:
+        """Return the map with the engines where they are: some have moved by themselves."""
+        if (engines := self.supervisor.engines) is not None:
+            for group in ranks.tp_groups:
+                if (node := engines.node(group.engine)) != group.node:
+                    ranks = with_engine_on(ranks, group.role, group.engine, node)
+        return ranks
 
     def _roles(self, ranks: RankMap, moved: RankMap, broken: Unit) -> tuple[str, ...]:
         """List the roles that start again; engines have to if they share devices, or cannot move alone."""

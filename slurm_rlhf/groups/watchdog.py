@@ -179,12 +179,7 @@ class Watchdog:
             ceiling = CEILING * min([flight.timeout_s for flight in flights] or [self.config.timeout.reward])
             budget = self._budgets.of(phase, ceiling, once=phase == START)
         if moved != self._stuck_since:
-            if self._asked_to_stop:
-                # The save that the hang asked for makes progress.
-                self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
-            elif self._hang is not None:
-                self.note(f"the run goes on: step {self._hang.step} moves again")
-                self._hang = None
+            self._goes_on(moved)
         self._watch_silence()
         if self._hang is None:
             if (flights or phase != START) and waited > budget.seconds:
@@ -200,6 +195,14 @@ class Watchdog:
         """Return how long nothing may move while the run saves because of a hang."""
         usual = self._budgets.of("checkpoint", CEILING * self.config.timeout.checkpoint)
         return max(self.config.timeout.hang, usual.seconds)
+
+    def _goes_on(self, moved: float) -> None:
+        if self._asked_to_stop:
+            # The save that the hang asked for makes progress.
+            self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
+        elif self._hang is not None:
+            self.note(f"the run goes on: step {self._hang.step} moves again")
+            self._hang = None
 
     def _watch_silence(self) -> None:
         """Take the stacks while a rank is silent and not yet lost: afterwards its role cannot be asked."""
