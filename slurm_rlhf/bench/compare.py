@@ -37,8 +37,8 @@ def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats:
                 by_cpu[name].append(tokens / cpu)
     return {
         **{name: statistics.median(each) for name, each in rates.items()},
-        "ratio": _ratio(**rates),
-        "cpu_ratio": _ratio(**by_cpu),
+        "ratio": statistics.median(mine / other for mine, other in zip(*rates.values(), strict=True)),
+        "cpu_ratio": statistics.median(mine / other for mine, other in zip(*by_cpu.values(), strict=True)),
         "runs": rates,
         "load": os.getloadavg()[0],
     }
@@ -72,10 +72,6 @@ def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
     shown = {"ours": ".0f", "bare": ".0f", "ratio": ".3f", "cpu_ratio": ".3f", "load": ".3f"}
     figures = [[name, *(format(row[key], how) for key, how in shown.items())] for name, row in rows.items()]
     return aligned([[unit, "slurm-rlhf", "bare", "ratio", "by CPU time", "load"], *figures])
-
-
-def _ratio(ours: list[float], bare: list[float]) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours, bare, strict=True))
 
 
 EOS = "<eos>"

@@ -111,7 +111,11 @@ def _spec(options: dict[str, Any], on_gpus: bool) -> Spec:
     if options["model"]:
         parameters: list[list[Any]] = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
     else:
-        parameters = parameters_of(_bytes(options["size"]))
+        found = re.fullmatch(r"(\d+)(kB|MB|GB)", options["size"])
+        if not found or int(found[1]) == 0:
+            units = ", ".join(_UNITS)
+            raise ConfigError(f"--size takes a number and a unit, as in 500MB ({units}), got {options['size']!r}")
+        parameters = parameters_of(int(found[1]) * _UNITS[found[2]])
     if options["lora_rank"]:
         adapters = adapters_of([(row[0], row[1]) for row in parameters], Lora(rank=options["lora_rank"]))
         parameters = [[name, shape, "bfloat16"] for name, shape in adapters]
@@ -176,13 +180,6 @@ def _nodes(option: str, text: str, role: str) -> list[str]:
     if not found or "0" in found.groups():
         raise ConfigError(f"--{option} takes nodes x ranks on each, as in 2x4, got {text!r}")
     return [f"{role}{node}" for node in range(int(found[1])) for _ in range(int(found[2]))]
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(kB|MB|GB)", text)
-    if not found or int(found[1]) == 0:
-        raise ConfigError(f"--size takes a number and a unit, as in 500MB ({', '.join(_UNITS)}), got {text!r}")
-    return int(found[1]) * _UNITS[found[2]]
 
 
 def _shape(nodes: Sequence[str]) -> str:

@@ -44,14 +44,18 @@ class Rank:
         self.spec = spec
         self.rank = rank
         self.is_actor = rank < len(spec.actors)
-        port = self._port()
+        file = Path(spec.port_file)
+        if rank == 0:
+            self.store = listen(spec.host, spec.timeout_s)
+            write_atomically(file, str(self.store.port))
+        wait_until(file.exists, spec.timeout_s)
         member = Membership(
             name="bench",
             rank=rank,
             world=len(spec.actors) + len(spec.engines),
             actors=len(spec.actors),
             host=spec.host,
-            port=port,
+            port=int(file.read_text()),
             timeout_s=spec.timeout_s,
             backend=spec.backend,
             label=f"actor {rank}" if self.is_actor else f"rollout {rank - len(spec.actors)}",
@@ -157,14 +161,6 @@ class Rank:
         made.allreduce(torch.zeros(1, device="cuda")).wait()  # connects all ranks before anything is timed
         torch.cuda.synchronize()
         return made
-
-    def _port(self) -> int:
-        file = Path(self.spec.port_file)
-        if self.rank == 0:
-            self.store = listen(self.spec.host, self.spec.timeout_s)
-            write_atomically(file, str(self.store.port))
-        wait_until(file.exists, self.spec.timeout_s)
-        return int(file.read_text())
 
 
 def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:

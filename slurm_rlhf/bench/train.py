@@ -180,7 +180,14 @@ class BaselineTrainer:
         return total
 
     def _loss(self, part: Experience, denominator: float) -> Tensor:
-        input_ids, attention, actions = (each.to(self.world.device) for each in _pad(part))
+        # Padded token ids and their mask are [B, L]; actions, where the policy sampled the next token, [B, L - 1].
+        lengths, prompts = (torch.from_numpy(each)[:, None] for each in (part.lengths, part.prompt_lens))
+        place = torch.arange(int(lengths.max()))
+        known = place < lengths
+        padded = torch.zeros(known.shape, dtype=torch.int64)
+        padded[known] = torch.from_numpy(part.token_ids).long()
+        parts = (padded, known.long(), (known & (place >= prompts))[:, 1:])
+        input_ids, attention, actions = (each.to(self.world.device) for each in parts)
         old, advantages = (_spread(part.columns[name], actions) for name in ("logprobs", "advantages"))
         logits = self.engine(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
         log_p = torch.log_softmax(logits[:, :-1].float() / self.temperature, dim=-1)
@@ -189,16 +196,6 @@ class BaselineTrainer:
         clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         return torch.where(actions, loss, 0).sum() / denominator
-
-
-def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
-    """Return padded token ids and their mask, [B, L], and [B, L - 1]: True if the policy sampled the next token."""
-    lengths, prompts = (torch.from_numpy(each)[:, None] for each in (part.lengths, part.prompt_lens))
-    place = torch.arange(int(lengths.max()))
-    known = place < lengths
-    input_ids = torch.zeros(known.shape, dtype=torch.int64)
-    input_ids[known] = torch.from_numpy(part.token_ids).long()
-    return input_ids, known.long(), (known & (place >= prompts))[:, 1:]
 
 
 def _spread(column: Any, actions: Tensor) -> Tensor:

@@ -126,6 +126,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
     tied = config.get("tie_word_embeddings")
     experts, per_token, width = (_number(config, field) for field in family.experts)
+    # Source of the layers with experts: transformers, `Qwen2MoeDecoderLayer`.
+    plain, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step") or 1
     shape = ModelShape(
         family=family,
         layers=layers,
@@ -141,7 +143,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         experts_per_token=per_token,
         expert_width=width,
         shared_width=_number(config, "shared_expert_intermediate_size") if experts else 0,
-        moe_layers=_moe_layers(config, layers) if experts else 0,
+        moe_layers=sum(layer not in plain and (layer + 1) % step == 0 for layer in range(layers)) if experts else 0,
         tensors=(),
     )
     return _with_tensors(shape, config)
@@ -179,12 +181,6 @@ def _with_tensors(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
         Tensors("bias", hidden, dense if mlp else 0),
     )
     return replace(shape, tensors=tuple(row for row in rows if row.count))
-
-
-def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Count the layers with experts. Source: transformers, `Qwen2MoeDecoderLayer`."""
-    dense, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step") or 1
-    return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
