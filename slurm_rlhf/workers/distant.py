@@ -79,7 +79,7 @@ class DistantWorker(PoolWorker):
                 if why := self._node.absence(silence_s):
                     raise RunError(why)
             self.life, value, kind, said = json.loads(answer.result())
-        except (TypeError, ValueError, WireError) as error:  # arguments that cannot be sent
+        except (TypeError, ValueError, RecursionError, WireError) as error:  # arguments that cannot be sent
             raise WorkerError(RAISED, f"{method}: {error}") from error
         except RunError as error:
             self.lost, self.life = f"{self._node.name} and its workers are lost: {error}", self.life + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -199,36 +200,21 @@ def test_functions_alone_are_tools(tmp_path: Path, name: str, names: list[str]) 
         instances(tmp_path, FUNCTIONS, "row")
 
 
-SCRIPT = '''
+SCRIPT = f"""
 from __future__ import annotations
 import argparse, sys
 
-def score(environments: list[object], **kwargs: object) -> list[float]:
-    return [env.sum for env in environments]
-
 def main(times: int = 2) -> Later:
-    """As TRL's examples, with their class in `main`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--by", type=int, default=1)
-    by = parser.parse_args().by * times
-
-    class Sums:
-        def reset(self, **columns: object) -> str | None:
-            self.sum = 0
-
-        def add(self) -> int:
-            """Adds."""
-            self.sum += by
-            return self.sum
-
+    given = parser.parse_args().by * times
+{textwrap.indent(TOOLS.replace("= 0, by", "= 0, by * given"), "    ")}
     sys.exit("the training begins")
-
-if __name__ == "__main__":
-    main()
-'''
+"""
+"""As TRL's examples, with their class in `main`."""
 
 
-@pytest.mark.parametrize(("name", "arguments", "by"), [("", (), 2), ("Sums", ("--by", "3"), 6)])
+@pytest.mark.parametrize(("name", "arguments", "by"), [("", (), 2), ("Counter", ("--by", "3"), 6)])
 def test_a_class_inside_a_function_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...], by: int
 ) -> None:
@@ -236,24 +222,24 @@ def test_a_class_inside_a_function_is_taken(
     monkeypatch.setattr(sys, "argv", before := ["pytest"])
     made = instances(tmp_path, SCRIPT, name, *arguments)
     assert sys.argv is before
-    assert [schema["function"]["name"] for schema in made.describe()[""].schemas] == ["add"]
+    assert [schema["function"]["name"] for schema in made.describe()[""].schemas] == ["add", "wait"]
     made.begin(0, start())
-    made.turn(0, Turn("", [ToolCall("add"), ToolCall("add")]))
-    assert made.end(0).reward == 2 * by
+    made.turn(0, Turn("", [ToolCall("add", {"times": 5})]))
+    assert made.end(0).reward == by / 2
     module = sys.modules[made.instances.classes[""].__module__]
     with pytest.raises(SystemExit, match="the training begins"):
         module.main()  # the module's own function is still whole
 
 
 def test_a_class_inside_a_function_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
-    said = r"game.py:12: main\(\), up to its class Sums, raised SystemExit: 2; .* serve-env game.py -- ARGUMENTS"
+    said = r"game.py:8: main\(\), up to its class Counter, raised SystemExit: 2; .* serve-env game.py -- ARGUMENTS"
     with pytest.raises(EpisodeError, match=said):
         instances(tmp_path, SCRIPT, "", "--times=3")
-    said = r"several classes could be it \(Sums in main\(\), B in main\(\)\): name one in the key, game.py:NAME"
+    said = r"several classes could be it \(Counter in main\(\), B in main\(\)\): name one in the key, game.py:NAME"
     with pytest.raises(EpisodeError, match=said):
         instances(tmp_path, SCRIPT.replace("    sys.exit", "    class B: ...\n    sys.exit"))
-    with pytest.raises(EpisodeError, match=r"does not define Sum; it has score, main"):
-        instances(tmp_path, SCRIPT, "Sum")
+    with pytest.raises(EpisodeError, match=r"does not define Count; it has main"):
+        instances(tmp_path, SCRIPT, "Count")
 
 
 @pytest.mark.parametrize(

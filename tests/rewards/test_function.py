@@ -106,11 +106,9 @@ def test_dict_with_scores_and_logs(tmp_path: Path, one: str) -> None:
     ],
 )
 def test_answers_that_are_no_rewards(tmp_path: Path, expression: str, stated: str) -> None:
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=re.escape(stated)) as caught:
         returning(tmp_path, expression)(*batch())
-    message = str(caught.value)
-    assert message.startswith(f"{tmp_path / 'reward.py'}: reward_func returned")
-    assert stated in message
+    assert str(caught.value).startswith(f"{tmp_path / 'reward.py'}: reward_func returned")
 
 
 def test_what_the_function_raises_is_reported_with_its_line(tmp_path: Path) -> None:
@@ -139,9 +137,8 @@ def test_what_the_function_raises_is_reported_with_its_line(tmp_path: Path) -> N
     ],
 )
 def test_files_that_cannot_be_used(tmp_path: Path, body: str, stated: str) -> None:
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=re.escape(stated)) as caught:
         load(tmp_path, body)
-    assert stated in str(caught.value)
     assert str(tmp_path / "reward.py") in str(caught.value)
 
 
@@ -150,9 +147,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, body: str, stated: str) -> No
     [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "no such file")],
 )
 def test_sources_that_cannot_be_used(source: str, stated: str) -> None:
-    with pytest.raises(ConfigError, match=r"^reward\.remote_url: ") as caught:
+    with pytest.raises(ConfigError, match=rf"^reward\.remote_url: .*{stated}"):
         RewardFunction.load(source)
-    assert stated in str(caught.value)
 
 
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
@@ -255,10 +251,9 @@ def test_only_what_the_signature_takes_is_passed(tmp_path: Path, signature: str)
 def test_a_signature_that_cannot_be_served_is_an_error_when_the_file_is_loaded(
     tmp_path: Path, definition: str, stated: str
 ) -> None:
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError, match=re.escape(stated)) as caught:
         load(tmp_path, f"import math\n\n{definition}\n    return [0.0]\n")
     assert str(caught.value).startswith(f"{tmp_path / 'reward.py'}:3: reward_func ")
-    assert stated in str(caught.value)
 
 
 @pytest.mark.parametrize(

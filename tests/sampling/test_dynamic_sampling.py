@@ -68,9 +68,7 @@ def test_short_responses_are_not_favoured_and_what_is_left_over_comes_first_in_t
 
 def test_nothing_is_begun_while_the_actor_trains() -> None:
     run = Streamed(limits(), judge=Judge(set(range(40))))
-    with run.taking(1):
-        run.begun(4)
-        run.engines.finish(0, 1, 2, 3)
+    run.took(1, 4, 0, 1, 2, 3)
     run.stream.updated(1)
     time.sleep(0.03)
     assert run.engines.open == []
@@ -92,9 +90,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays() -> None:
         run.begun(15)
         run.engines.finish(*range(6, 15))
         until(lambda: run.engines.places() == [15, 16, 17, 18, 19][: len(run.engines.places())])
-        while not second:
-            run.engines.finish(*run.engines.places())
-            time.sleep(0.002)
+        run.flow(second)
     assert places(second[0]) == [6, 10, 12, 14]
 
 
@@ -102,9 +98,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays() -> None:
 def test_all_groups_filtered_away_end_in_a_clear_stop(size: int | None) -> None:
     run = Streamed(limits(size, tries=3, ahead=1.0), judge=Judge({2}))
     with run.taking(1) as found:
-        while not found:
-            run.engines.finish(*run.engines.places())
-            time.sleep(0.002)
+        run.flow(found)
     error = found[0]
     assert isinstance(error, FilteredAway)
     for stated in ("step 1: dynamic sampling kept 1 of 1", "rollout.batch_size = 4", "dynamic_filtering_max_tries = 3"):
@@ -119,9 +113,7 @@ def test_prompts_that_run_out_end_the_run(size: int | None) -> None:
     run = Streamed(limits(size, ahead=1.0), 8, judge=Judge({0, 2, 3, 5, 6}), last=2)
     for step in (1, 2):
         with run.taking(step) as found:
-            while not found:
-                run.engines.finish(*run.engines.places()[:1])
-                time.sleep(0.002)
+            run.flow(found, 1)
         run.stream.updated(step)
     assert isinstance(found[0], EpisodesOver)
     stated = str(found[0])
@@ -132,10 +124,7 @@ def test_what_the_reward_function_raises_comes_out_of_take() -> None:
     judge = Judge(EVEN)
     judge.error = RewardError("reward.py:3: no")
     run = Streamed(limits(), judge=judge)
-    with run.taking(1) as found:
-        run.begun(4)
-        run.engines.finish(0)
-    assert str(found[0]) == "reward.py:3: no"
+    assert str(run.took(1, 4, 0)) == "reward.py:3: no"
 
 
 class Fixed(Engines):

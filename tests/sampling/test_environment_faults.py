@@ -162,13 +162,10 @@ def test_each_failure_costs_its_own_episode(tmp_path: Path, tokenizer: Tokenizer
     """Those whose process another one has ended begin anew, here more often than three times."""
     faults = list(FAULTS) * 6
     found = play(made(tokenizer, game(tmp_path))[0], faults)
-    wanted = Counter("" if fault == "" else LOST for fault in faults)
-    assert Counter(LOST if one.finish_reason == LOST else "" for one in found) == wanted
-    for one, fault in zip(found, faults, strict=True):
-        assert (one.finish_reason == LOST) == bool(fault)
-        assert one.action_mask.any() != bool(fault)
-        if not fault:
-            assert (one.reward, one.turns, len(one.response_ids)) == (3.0, 3, 5)
+    assert [one.finish_reason == LOST for one in found] == [bool(fault) for fault in faults]
+    assert [one.action_mask.any() for one in found] == [not fault for fault in faults]
+    assert whole(found) == {(STOP, 3.0, 3): faults.count("")}
+    assert {len(one.response_ids) for one in found if one.finish_reason != LOST} == {5}
 
 
 def test_one_that_hangs_is_lost_after_its_deadline(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -38,9 +38,7 @@ def test_no_group_is_begun_further_ahead_than_the_bound(size: int) -> None:
 
 def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy() -> None:
     run = Streamed(limits(3, ahead=0.25))
-    with run.taking(1):
-        run.begun(BATCH + 1)
-        run.engines.finish(*range(BATCH))
+    run.took(1, BATCH + 1, *range(BATCH))
     run.engines.finish(BATCH)
     time.sleep(0.03)
     assert run.order.place == BATCH + 1  # the engines are idle, and one group is there for the next step
@@ -90,17 +88,13 @@ def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later() -> No
 def test_nothing_is_begun_while_the_next_batch_is_ready() -> None:
     """The trainer is the slower side then: what was begun would only be older when its turn comes."""
     run = Streamed(limits(3))
-    with run.taking(1):
-        run.begun(16)
-        run.engines.finish(*range(4))
+    run.took(1, 16, *range(4))
     run.engines.finish(*range(4, 9))  # another batch, and one more
     until(lambda: sum(group.state.finished for group in run.stream._groups) == 5)
     run.stream.updated(1)
     time.sleep(0.03)
     assert run.order.place == 16
-    with run.taking(2) as found:
-        pass
-    assert places(found[0]) == [4, 5, 6, 7]
+    assert places(run.stream.take(2)) == [4, 5, 6, 7]
     run.begun(20)  # three batches behind the one in training
 
 
@@ -119,9 +113,7 @@ def test_the_engines_are_free_for_an_evaluation() -> None:
     run = Streamed(limits(1))
     with run.stream.alone():  # before the first batch
         pass
-    with run.taking(1):
-        run.begun(8)
-        run.engines.finish(0, 1, 2, 3)
+    run.took(1, 8, 0, 1, 2, 3)
     run.stream.updated(1)
     run.begun(12)
     done = threading.Timer(0.1, lambda: run.engines.finish(*range(4, 12)))
@@ -131,9 +123,7 @@ def test_the_engines_are_free_for_an_evaluation() -> None:
         run.stream.updated(1)
         time.sleep(0.02)
         assert run.engines.open == []
-    with run.taking(2) as found:
-        pass
-    assert places(found[0]) == [4, 5, 6, 7]
+    assert places(run.stream.take(2)) == [4, 5, 6, 7]
 
 
 def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting() -> None:
@@ -150,9 +140,7 @@ def test_what_an_engine_raises_comes_out_of_take_and_keeps_nobody_waiting() -> N
 
 def test_after_close_nothing_is_begun() -> None:
     run = Streamed(limits(2))
-    with run.taking(1):
-        run.begun(12)
-        run.engines.finish(0, 1, 2, 3)
+    run.took(1, 12, 0, 1, 2, 3)
     run.stream.close()
     run.stream.updated(1)
     run.engines.finish(*range(4, 12))
@@ -163,9 +151,7 @@ def test_after_close_nothing_is_begun() -> None:
 def test_an_engine_that_starts_late_gets_groups() -> None:
     run = Streamed(limits(1))
     run.engines.ready = [0]
-    with run.taking(1):
-        run.begun(8)
-        run.engines.finish(0, 1, 2, 3)
+    run.took(1, 8, 0, 1, 2, 3)
     run.engines.ready = [0, 1]
     run.stream.updated(1)
     run.begun(12)
@@ -179,9 +165,7 @@ def test_rows_of_a_small_data_set_may_be_in_flight_twice() -> None:
     seen: list[int] = []
     for step in range(1, 5):
         with run.taking(step) as found:
-            while not found:
-                run.engines.finish(*run.engines.places())
-                time.sleep(0.001)
+            run.flow(found)
         seen += places(found[0])
         run.stream.updated(step)
     assert sorted(seen) == sorted(order.position(place) for place in range(16))

@@ -6,7 +6,6 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from sampled_responses import response
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import EpisodeError, RoleDied
+from slurm_rlhf.polling import in_thread
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.sampling.episodes import Episodes
 from slurm_rlhf.sampling.scheduler import Scheduler, Waves
@@ -36,15 +36,7 @@ class Batch:
         scheduler = (Waves if deterministic else Scheduler)(cast("Any", engines), 1, width)
         episodes = Episodes(scheduler, admit, cast("Any", play and SimpleNamespace(begin=play)))
         prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
-        self._found: Future[list[Trajectory]] = Future()
-
-        def run() -> None:
-            try:
-                self._found.set_result(episodes.sample(prompts, SAMPLING, 1))
-            except BaseException as error:
-                self._found.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
+        self._found = in_thread(lambda: episodes.sample(prompts, SAMPLING, 1), "sampling")
 
     def result(self) -> list[tuple[int, int, int]]:
         """Return the prompt, the sample and the engine of each response."""

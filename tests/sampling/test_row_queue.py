@@ -8,6 +8,10 @@ from collections import deque
 from slurm_rlhf.sampling.row_queue import ENGINE_FAILURES, FAILURES, LEAST_SLOW_S, SLOW_FACTOR, RowQueue
 
 
+def taken(queue: RowQueue, engine: int = 0) -> list[int]:
+    return [*iter(lambda: queue.take(engine, 0.0), None)]
+
+
 def test_rows_go_out_in_order_and_come_back_from_an_engine_that_is_gone() -> None:
     queue = RowQueue(deque(range(5)))
     assert [queue.take(0, 0.0), queue.take(1, 0.0), queue.take(0, 0.0)] == [0, 1, 2]
@@ -40,9 +44,7 @@ def test_a_row_that_an_engine_refuses_costs_no_other_row() -> None:
     queue = RowQueue(deque(range(8)))
     answered, errors, broken = set(), set(), False
     while queue.unfinished:
-        held = []
-        while (row := queue.take(0, 0.0)) is not None:
-            held.append(row)
+        held = taken(queue)
         assert held
         if 3 in held:
             for row in held:
@@ -58,20 +60,15 @@ def test_a_row_that_an_engine_refuses_costs_no_other_row() -> None:
 def test_an_engine_that_fails_everything_makes_no_row_an_error() -> None:
     queue = RowQueue(deque(range(6)))
     for count in range(1, ENGINE_FAILURES + 1):
-        held = []
-        while (row := queue.take(0, 0.0)) is not None:
-            held.append(row)
-        stated = [queue.fail(0, row) for row in held]
+        stated = [queue.fail(0, row) for row in taken(queue)]
         assert not any(hopeless for hopeless, _ in stated)
         assert stated[-1][1] == (count == ENGINE_FAILURES)
     queue.lose(0)
-    taken = set()
+    rows = []
     while queue.unfinished:
-        row = queue.take(1, 1.0)
-        assert row is not None
-        assert queue.finish(1, row, 2.0)
-        taken.add(row)
-    assert taken == set(range(6))
+        rows += taken(queue, 1)  # one at a time
+        assert queue.finish(1, rows[-1], 2.0)
+    assert sorted(rows) == [*range(6)]
 
 
 def test_whatever_happens_every_row_is_answered_once() -> None:

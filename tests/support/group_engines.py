@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -205,6 +206,19 @@ class Streamed:
         yield found
         thread.join(HANG_S)
         assert found
+
+    def took(self, step: int, begun: int, *finished: int) -> Batch | Exception:
+        """Take a batch: `finished` land when the engines were asked for all places before `begun`."""
+        with self.taking(step) as found:
+            self.begun(begun)
+            self.engines.finish(*finished)
+        return found[0]
+
+    def flow(self, found: list[Batch | Exception], most: int | None = None) -> None:
+        """Let responses land, those of the first `most` prompts at a time, until a batch is found."""
+        while not found:
+            self.engines.finish(*self.engines.places()[:most])
+            time.sleep(0.002)
 
 
 def places(batch: Batch | Exception) -> list[int]:

@@ -10,13 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import HANG_S, scaled, until
-from worker_pools import pids_of
+from worker_pools import GO_WRONG, pids_of
 
 from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
@@ -79,21 +78,7 @@ def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tm
     assert stacks_of_workers() == []
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "kind", "text", "replaced"),
-    [
-        pytest.param("hang", (), "late", "hang did not return within", True, marks=pytest.mark.slow),
-        ("crash", (), "ended", "its process was killed by SIGSEGV", True),
-        ("leave", (7,), "ended", "its process ended with status 7", True),
-        pytest.param("grow", (), "memory", "its process grew past 400 MiB", True, marks=pytest.mark.slow),
-        ("fail", ("x",), "raised", "KeyError: 'x'", False),
-        ("stop", (), "raised", "SystemExit: 3", False),
-        ("garbage", (), "raised", "a value of type object cannot go to another process", False),
-        ("double", (reduce(lambda inner, _: [inner], range(5000), 1),), "raised", "recursion depth exceeded", False),
-        ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
-        ("nothing", (), "raised", "has no attribute 'nothing'", False),
-    ],
-)
+@pytest.mark.parametrize(("method", "arguments", "kind", "text", "replaced"), GO_WRONG)
 def test_a_call_that_goes_wrong_is_reported_by_kind(
     pools: Pools, method: str, arguments: tuple[Any, ...], kind: str, text: str, replaced: bool
 ) -> None:

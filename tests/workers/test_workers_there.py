@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from waiting import HANG_S, scaled, until
-from worker_pools import pids_of
+from worker_pools import GO_WRONG, pids_of
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.errors import RoleDied, WorkerError
@@ -82,17 +82,7 @@ def test_each_node_has_as_many_workers_whose_calls_are_answered(pools: Pools, tm
     assert {path.name for path in tmp_path.iterdir()} == {"reward.n1.log", "reward.n2.log"}
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments", "kind", "text", "ends"),
-    [
-        pytest.param("hang", (), "late", "hang did not return within", True, marks=pytest.mark.slow),
-        ("crash", (), "ended", "its process was killed by SIGSEGV", True),
-        pytest.param("grow", (), "memory", "its process grew past 400 MiB", True, marks=pytest.mark.slow),
-        ("fail", ("x",), "raised", "KeyError: 'x'", False),
-        ("garbage", (), "raised", "a value of type object cannot go to another process", False),
-        ("double", (object(),), "raised", "a value of type object cannot go to another process", False),
-    ],
-)
+@pytest.mark.parametrize(("method", "arguments", "kind", "text", "ends"), GO_WRONG)
 def test_a_call_that_goes_wrong_is_reported_as_here(
     pools: Pools, method: str, arguments: tuple[Any, ...], kind: str, text: str, ends: bool
 ) -> None:
