@@ -30,16 +30,12 @@ from campaign.warm import WarmStart
 
 def main(words: list[str] | None = None) -> int:
     """Draw faults, do them, write the table. Returns 1 if a fault was not borne as it should be."""
-    options = _parser().parse_args(words)
-    return guarded(lambda: _campaign(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=60, help="how many; each kind, target and phase comes once first")
     parser.add_argument("--seed", type=int, default=0, help="seed of faults and of their moments")
     parser.add_argument("--out", type=Path, default=Path("campaign"), help="a new directory for the runs and the table")
-    return parser
+    options = parser.parse_args(words)
+    return guarded(lambda: _campaign(options))
 
 
 def _campaign(options: argparse.Namespace) -> int:

@@ -143,25 +143,18 @@ def train(config: Config, name: str, directory: Path, seed: int) -> Learned:
             raise
         print(f"{place.root.name} ended early, and counts as far as it went: {summary['error']}")
     rows = [json.loads(line) for line in place.metrics.read_text(encoding="utf-8").splitlines()]
-    points = points_of(
-        rows, _summary(place)["eval_before"], mine.rollout.batch_size * mine.rollout.n_samples_per_prompt
-    )
+    points, seconds = [Point(0, 0.0, _summary(place)["eval_before"])], 0.0
+    for row in rows:
+        seconds += row["time/step"] - row.get("time/eval", 0.0)
+        if "eval" in row:
+            samples = row["step"] * mine.rollout.batch_size * mine.rollout.n_samples_per_prompt
+            points.append(Point(samples, seconds, row["eval"]))
     print(f"{name}, seed {seed}: {points[0].accuracy:.3f} before, {points[-1].accuracy:.3f} after")
     return Learned(seed, points, first[0] - began - rows[0]["time/step"])
 
 
 def _summary(place: RunDirectory) -> dict[str, Any]:
     return dict(json.loads(place.summary.read_text(encoding="utf-8")))
-
-
-def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> list[Point]:
-    """Read the curve from the lines of metrics.jsonl; `before`: the evaluation before training."""
-    points, seconds = [Point(0, 0.0, before)], 0.0
-    for row in rows:
-        seconds += row["time/step"] - row.get("time/eval", 0.0)
-        if "eval" in row:
-            points.append(Point(row["step"] * per_step, seconds, row["eval"]))
-    return points
 
 
 def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) -> Learned:

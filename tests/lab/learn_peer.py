@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stage_peer
 
 from slurm_rlhf.algorithms.registry import load_plugins
 from slurm_rlhf.config.load import load_config
@@ -126,15 +127,12 @@ def main(spec: str) -> None:
     import torch
 
     torch.set_num_threads(run.threads)
-    from datasets import Dataset
-    from pyarrow import Table
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOTrainer
 
     config = load_config(run.config)
     path = config.actor.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    tokenizer, model = stage_peer.tokenizer(path), stage_peer.causal(path)
     judge = Judge(config, tokenizer.eos_token_id)
     prompts, evaluation = (prompt_set(config, file) for file in (config.data.prompt_dataset, config.eval.dataset))
     curve = Curve(run, lambda: accuracy(model, tokenizer, evaluation, judge))
@@ -154,10 +152,8 @@ def main(spec: str) -> None:
             [prompts[each] for each in place], completions, completion_ids, training=True
         ).rewards.tolist(),
         args=_arguments(config, run),
-        # With a name of its own: pyarrow 26 has a type that datasets 5.2 cannot take into the one it would make up.
-        train_dataset=Dataset(
-            Table.from_pylist([{"prompt": prompt.text, "place": place} for place, prompt in enumerate(prompts)]),
-            fingerprint="prompts",
+        train_dataset=stage_peer.dataset(
+            [{"prompt": prompt.text, "place": place} for place, prompt in enumerate(prompts)]
         ),
         processing_class=tokenizer,
         callbacks=[Points()],

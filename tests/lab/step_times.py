@@ -18,8 +18,6 @@ from typing import Any
 
 import task
 
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-
 from slurm_rlhf.bench.compare import ModelSize, write_qwen2
 
 SBATCH = Path(__file__).parents[2] / "sbatch"

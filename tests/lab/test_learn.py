@@ -37,9 +37,6 @@ def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.Monkey
 # --- learn peer -------------------------------------------------------------------------------------------------------
 
 
-QUICKSTART = Path(__file__).parents[2] / "sbatch" / "quickstart_reward.py"
-
-
 ROWS = [{"input": "1+1=", "label": "2", "why": "short"}, {"input": "12+34=", "label": "46", "why": "long"}]
 
 
@@ -55,7 +52,7 @@ def config(model: Path, tmp_path: Path) -> Config:
     made.data.max_len, made.rollout.max_new_tokens = 64, 6
     made.eval.dataset = str(tmp_path / "eval.jsonl")
     Path(made.eval.dataset).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    made.reward.remote_url = str(QUICKSTART)
+    made.reward.remote_url = str(SBATCH / "quickstart_reward.py")
     return made
 
 

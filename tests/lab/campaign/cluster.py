@@ -9,7 +9,7 @@ from slurm_cluster import COMMAND, OVER, Cluster
 from waiting import scaled
 
 from campaign import processes
-from campaign.cluster_faults import REST_S, ClusterFaults, Job, Jobs, ranks
+from campaign.cluster_faults import REST_S, ClusterFaults, Job, ranks, start_job
 from campaign.faults import CONDUCTOR, Fault
 from campaign.injection import Hit
 from campaign.session import Session
@@ -28,7 +28,7 @@ class OnSlurm:
     """Implements `campaign.leader.Site`: runs as jobs."""
 
     def __init__(self, slurm: Cluster, seed: int) -> None:
-        self.start = Jobs(slurm)
+        self.start = partial(start_job, slurm)
         self._slurm = slurm
         self._seed = seed
         self._requeues = 0

@@ -87,16 +87,11 @@ class Job:
         self._slurm.run("scancel", str(self.number))
 
 
-class Jobs:
-    """Implements `campaign.session.Start`."""
-
-    def __init__(self, slurm: Cluster) -> None:
-        self._slurm = slurm
-
-    def __call__(self, words: Sequence[str]) -> Job:
-        command, config, run_dir, *overrides = words
-        assert command == "train"
-        return Job(self._slurm, Path(config), Path(run_dir.removeprefix("--run_dir=")), overrides)
+def start_job(slurm: Cluster, words: Sequence[str]) -> Job:
+    """Submit a run; without its cluster this is a `campaign.session.Start`."""
+    command, config, run_dir, *overrides = words
+    assert command == "train"
+    return Job(slurm, Path(config), Path(run_dir.removeprefix("--run_dir=")), overrides)
 
 
 def ranks(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
@@ -170,12 +165,7 @@ class ClusterFaults:
             raise RunError(f"no stand-in for {first} within {MOVED_S:g} s")
         time.sleep(random.Random(f"{self._seed} {fault.name}").uniform(0.0, OTHER_S))
         two = self._hit_node("crash", self.node("actor", rank), count_events())
-
-        def heal() -> None:
-            one.heal()
-            two.heal()
-
-        return Hit(heal=heal, at=two.at, events=two.events, nodes=(first, *two.nodes))
+        return Hit(heal=lambda: (one.heal(), two.heal()), at=two.at, events=two.events, nodes=(first, *two.nodes))
 
     def _victim(self, what: str, role: str, number: int, node: str) -> int:
         """The process that a target means: a rank, srun, slurmd, the conductor."""

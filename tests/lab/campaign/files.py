@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -16,8 +15,6 @@ from slurm_rlhf.errors import RunError
 
 DISK = 96 << 20
 """Bytes of the small disk: enough for a few checkpoints of the tiny run."""
-LITTLE = 16 << 10
-"""Bytes that a process may write to a file under a limit."""
 FILLER = "filler"
 
 
@@ -40,16 +37,6 @@ def fill(disk: Path) -> None:
                 while True:
                     os.posix_fallocate(file.fileno(), end, size)
                     end += size
-
-
-def free(disk: Path) -> None:
-    """Make room again."""
-    (disk / FILLER).unlink(missing_ok=True)
-
-
-def limit_file_size(pid: int) -> None:
-    """Let a process write no file beyond `LITTLE` bytes from now on, as a quota does."""
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (LITTLE, LITTLE))
 
 
 def remove_all(directory: Path) -> None:

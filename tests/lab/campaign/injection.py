@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import psutil
 from holds import LOCK, Holds
@@ -23,6 +23,8 @@ from slurm_rlhf.polling import wait_until
 PAUSE_S = 3.0
 BETWEEN_S = 0.5
 """From the first death to the second."""
+LITTLE = 16 << 10
+"""Bytes that a process may write to a file under a limit."""
 CLOCK = {"+1 h": 3600.0, "-1 h": -3600.0, "+10 years": 315_360_000.0}
 REWARD = {
     "hang": "reward-hang",
@@ -34,7 +36,6 @@ ACTOR = {"collective not entered": "python", "interpreter's lock held": LOCK, "e
 REWARD_FUNCTION = "reward function"
 SETTLED = (*REWARD, *ACTOR)
 """Kinds that strike when the run has done some steps: the watchdog has to have learned what is usual."""
-_LISTENING = "0A"  # state in /proc/net/tcp
 
 
 def nothing() -> None: ...
@@ -115,11 +116,6 @@ def _hold(place: Place, name: str, text: str = "") -> Hit:
     return Hit(undo=lambda: place.holds.let_go(name))
 
 
-def _put_back(aside: Path, root: Path) -> None:
-    if aside.exists() and not root.exists():
-        aside.rename(root)
-
-
 def _damaged(fault: Fault, place: Place) -> Hit:
     """Kill the run, and damage what it goes on from."""
     place.session.kill()
@@ -143,14 +139,14 @@ def _attacked(fault: Fault, place: Place) -> Hit:
 
 def _limited(fault: Fault, place: Place) -> Hit:
     pid = place.victim(fault.target)
-    files.limit_file_size(pid)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (LITTLE, LITTLE))  # as a quota does
     return Hit(pid)
 
 
 def _filled(fault: Fault, place: Place) -> Hit:
     disk = place.session.directory.root.parent
     files.fill(disk)
-    return Hit(undo=lambda: files.free(disk))
+    return Hit(undo=lambda: (disk / files.FILLER).unlink(missing_ok=True))
 
 
 def _deleted(fault: Fault, place: Place) -> Hit:
@@ -162,7 +158,7 @@ def _renamed(fault: Fault, place: Place) -> Hit:
     root = place.session.directory.root
     aside = root.with_name(f"{root.name}.aside")
     root.rename(aside)
-    return Hit(undo=lambda: _put_back(aside, root))
+    return Hit(undo=lambda: aside.exists() and not root.exists() and aside.rename(root))
 
 
 INJECT: dict[str, Callable[[Fault, Place], Hit]] = {
@@ -204,14 +200,8 @@ def victim(session: Session, target: str) -> int:
 
 def endpoint(pid: int) -> str:
     """Return where a process of this machine listens. Raises RunError when that is nowhere."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-        except OSError:
-            continue
-    for line in Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
-        words = line.split()
-        if words[3] == _LISTENING and words[9] in inodes:
-            return f"tcp://127.0.0.1:{int(words[1].rpartition(':')[2], 16)}"
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(pid).net_connections("tcp4"):
+            if each.status == psutil.CONN_LISTEN:
+                return f"tcp://127.0.0.1:{each.laddr.port}"
     raise RunError(f"process {pid} listens nowhere")

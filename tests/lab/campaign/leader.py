@@ -115,7 +115,7 @@ class Leader:
         self._options = options
         self._config = write_workload(out / "work")
         self._holds = Holds(self._config)
-        self._calm: list[dict[str, Any]] = []
+        self._calm: list[dict[str, Any]] = []  # metrics of the run that all others are compared with
         self._model = b""  # the model that an undisturbed run of `EXPORT_STEPS` exports
         self._session: Session | None = None
         self._chain = 0
@@ -125,7 +125,8 @@ class Leader:
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others; the last ones at the end."""
-        self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
+        calm = self._left_alone("calm", self._calm_steps or max(40, 3 * len(faults)))
+        self._calm = read_rows(calm.metrics)
         try:
             # Faults with runs of their own come last: meanwhile the other run would go on and on.
             for fault in sorted(faults, key=_stands_apart):
@@ -146,10 +147,6 @@ class Leader:
         finally:
             if self._session is not None:
                 self._session.kill()
-
-    def _run_calm(self, steps: int) -> None:
-        """Do the run that all others are compared with."""
-        self._calm = read_rows(self._left_alone("calm", steps).metrics)
 
     def _left_alone(self, name: str, steps: int) -> RunDirectory:
         """Let a run do so many steps. Raises RunError where it does not."""
