@@ -91,6 +91,9 @@ def dpo(directory: Path, *words: str, launcher: tuple[str, ...] = ()) -> subproc
     return run([sys.executable, *launcher, str(directory / "slurm-rlhf"), "dpo", "job.toml", *words], directory, {})
 
 
+MARKS_OF_FIXTURES = {"trained": "slow"}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dpo")
@@ -102,7 +105,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_it_learns_to_prefer(trained: Path) -> None:
     rows = metrics(trained / "out.run")
     assert len(rows) == 12
@@ -113,7 +115,6 @@ def test_it_learns_to_prefer(trained: Path) -> None:
     assert (trained / "out" / "config.json").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [pytest.param(("--ds.zero_stage=3",), marks=pytest.mark.full), ("--dpo.loss_type=orpo", "--lora.rank=4")]
 )

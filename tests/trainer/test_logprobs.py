@@ -273,7 +273,6 @@ def test_the_shards_of_a_parameter_are_its_elements_without_the_padding() -> Non
     assert found == [(0, [0, 1, 2]), (3, [3, 4, 5]), (6, [6]), (7, [])]
 
 
-@pytest.mark.slow
 def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed.ops
     from deepspeed.comm.torch import build_shm_op
@@ -285,7 +284,6 @@ def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.Mon
     assert build_shm_op() is None
 
 
-@pytest.mark.slow
 def test_a_device_without_fp16_is_reported_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     deepspeed = import_deepspeed(torch.device("cpu"))
