@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +50,10 @@ def test_what_a_job_says_of_itself() -> None:
     groups: Any = {engine: SimpleNamespace(node=f"n{engine}", gpus=(engine,)) for engine in (1, 0)}
     load = EngineLoad(tokens=600, responses=3, busy_s=20.0)
     job = JobProgress(10, groups, began=100.0, before=2, refused=1, loads={1: load})
-    counts = OutputCounts({(row, 0) for row in range(5)}, 1, 700, Counter(stop=4), scored=4, score_sum=3.0)
+    counts, line = OutputCounts(), {"sample": 0, "tokens": 175, "finish_reason": "stop", "score": 0.75}
+    for row in range(4):
+        counts.add({"row": row, **line})
+    counts.add({"row": 4, "sample": 0, "error": "no"})
     assert (job.due(9.0), job.due(10.0), job.due(19.0), job.left_s(5, 130.0)) == (False, True, False, None)
     job.since = 110.0
     assert (job.left_s(3, 130.0), job.left_s(5, 110.0), job.left_s(5, 130.0)) == (None, None, 50.0)
