@@ -61,7 +61,6 @@ def test_what_changes_a_stage_is_what_it_reads(tmp_path: Path) -> None:
     assert [name for name in more if more[name] != after[name]] == ["sft", "better"]
 
 
-@pytest.mark.slow
 def test_what_slurm_knows_of_the_jobs_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

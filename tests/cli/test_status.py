@@ -308,7 +308,6 @@ def finish(run: Path) -> None:
     Summary("finished", 4, 4, None, None, 0.25, 1.0, 8.0, 2.0, 4, {"actor": 1}, 1).write(run / "summary.json")
 
 
-@pytest.mark.slow
 def test_a_frame_has_status_curve_phases_and_engines(run: Path) -> None:
     finish(run)
     lines, over = status_of(str(run), curves=True)
@@ -376,7 +375,6 @@ def test_a_curve_has_its_width(values: list[float | None], width: int) -> None:
     assert len(sparkline(values, width)) <= min(width, len(values))
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_what_was_started_with_sigint_ignored(run: Path) -> None:
     """SIGINT is ignored where a script starts `command &`, under nohup, and in some batch systems."""
     words = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]

@@ -24,7 +24,6 @@ def rows(path: Path) -> list[tuple[int, int]]:
     return [(line["row"], line["sample"]) for line in map(json.loads, path.read_text().splitlines())]
 
 
-@pytest.mark.slow
 def test_a_torn_last_line_is_cut_wherever_the_kill_came(tmp_path: Path) -> None:
     path = tmp_path / OUTPUT
     whole = b"".join(line_of(answer(row, text="é\u2028\n\ud800")) for row in range(3))

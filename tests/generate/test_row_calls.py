@@ -13,7 +13,7 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.generate.output import JobProgress
+from slurm_rlhf.generate.output import JobProgress, OutputCounts
 from slurm_rlhf.generate.rows import Answered, Gone, PendingRows, RowCalls
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling
 
@@ -44,6 +44,28 @@ def test_a_row_that_an_engine_fails_leaves_no_episode_behind() -> None:
     until(lambda: not asyncio.all_tasks(loop), "the end of the episodes")
     assert calls.wait(HANG_S) == [Gone(0, "its node is gone")]
     calls.close()
+
+
+def test_what_a_job_says_of_itself() -> None:
+    groups: Any = {engine: SimpleNamespace(node=f"n{engine}", gpus=(engine,)) for engine in (1, 0)}
+    load = EngineLoad(tokens=600, responses=3, busy_s=20.0)
+    job = JobProgress(10, groups, began=100.0, before=2, refused=1, loads={1: load})
+    counts, line = OutputCounts(), {"sample": 0, "tokens": 175, "finish_reason": "stop", "score": 0.75}
+    for row in range(4):
+        counts.add({"row": row, **line})
+    counts.add({"row": 4, "sample": 0, "error": "no"})
+    assert (job.due(9.0), job.due(10.0), job.due(19.0), job.left_s(5, 130.0)) == (False, True, False, None)
+    job.since = 110.0
+    assert (job.left_s(3, 130.0), job.left_s(5, 110.0), job.left_s(5, 130.0)) == (None, None, 50.0)
+    said = "5 of 10 responses (50 %), 1 of 2 engines, 30 tokens/s (1: 30), 1 errors, 0:50 left"
+    assert job.line(counts, 1, 130.0) == said
+    names = ("engine", "node", "gpus", "tokens", "responses", "tokens_per_s", "lost")
+    engines = [(0, "n0", [0], 0, 0, 0.0, "its node is gone"), (1, "n1", [1], 600, 3, 30.0, "")]
+    assert job.summary("running", counts, {0: "its node is gone"}, 130.0, more=1) == {
+        **{"status": "running", "responses": 5, "total_responses": 10, "before": 2, "errors": 1, "tokens": 700},
+        **{"finish_reasons": {"stop": 4}, "score": 0.75, "wall_s": 30.0, "tokens_per_s": 30.0, "more": 1},
+        "engines": [dict(zip(names, engine, strict=True)) for engine in engines],
+    }
 
 
 def test_the_first_answer_of_a_row_is_written_and_a_late_one_is_not() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hang_peer import HangPeers
 from waiting import until
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CallTimeout
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied
 from slurm_rlhf.groups.engine_pool import EnginePool
+from slurm_rlhf.groups.engines import Engines as KnownEngines
 from slurm_rlhf.groups.supervisor import Supervisor
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
@@ -127,3 +130,16 @@ def test_an_engine_that_is_lost_during_an_update_is_done_without(parts: tuple[Su
     assert pool.wait([]) == [0]
     assert pool.update(1) == {"sync_s": 1.0}
     assert weights.updates == [(1, [0]), (1, [0])]
+
+
+@pytest.mark.parametrize("gone", [True, False])
+@pytest.mark.parametrize("armed", [True, False])
+def test_which_failed_calls_of_an_engine_a_run_survives(armed: bool, gone: bool) -> None:
+    put: list[int] = []
+    own: Any = SimpleNamespace(armed=armed, alone=gone, _peers_lost=lambda _: gone, lost=lambda *_: True)
+    own._put = lambda engine, version: put.append(engine)
+    broken, memory = (RemoteError(f"rollout 0: {kind}: no") for kind in ("EngineBroken", "OutOfMemoryError"))
+    errors = (broken, RoleDied("no"), memory, RemoteError("no"))
+    found = [KnownEngines.goes_on_without(own, engine, error) for engine, error in enumerate(errors)]
+    assert found == ([True, True, True, False] if armed else [gone, False, False, False])
+    assert put == ([0, 1] if armed and gone else [0] * armed)

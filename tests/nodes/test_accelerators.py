@@ -158,7 +158,6 @@ def test_the_rank_map_says_how_many_gpus_a_node_needs() -> None:
     assert Wanted.by(place(Topology((Node("a", 8),), CPU), role_sizes(config)), config).slots == {}
 
 
-@pytest.mark.slow
 def test_a_node_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_look.cuda_build() == ""  # torch is a build for CPUs here
     assert node_look.equipment(gpus=True) == {"cuda_build": "", "modules": MODULES}

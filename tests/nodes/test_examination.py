@@ -90,7 +90,6 @@ def test_an_agent_reports_and_stays(agents: LocalAgents, tmp_path: Path, monkeyp
     assert agents.unheard(-1.0) == set()  # agents that have all ended tell nothing of their nodes
 
 
-@pytest.mark.slow
 def test_the_groups_of_the_rank_map_work_together(agents: LocalAgents, tmp_path: Path) -> None:
     """Four processes, of one import of torch, which ends with the measurements: engine's, actor's and sync group."""
     report, _ = examine_nodes(question(tmp_path, measure=True), agents)
@@ -144,7 +143,6 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 """
 
 
-@pytest.mark.slow
 def test_the_pairs_of_a_node_after_a_broken_one_are_measured() -> None:
     done = completed([sys.executable, "-c", BROKEN_PAIR], check=True)
     stated = [json.loads(line) for line in done.stdout.splitlines()]

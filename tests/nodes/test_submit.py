@@ -153,7 +153,6 @@ BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
 """A controller that is back at the third attempt."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scontrol", "end_s", "stated", "holds", "calls"),
     [

@@ -12,7 +12,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.nodes.examination import Evidence, Question, judge
 from slurm_rlhf.nodes.facts import NodeFacts, Place, Reach
 from slurm_rlhf.nodes.needs import Needs, Quota, Space, Wanted
-from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Report, draw
+from slurm_rlhf.nodes.report import FAILED, OK, WARNING, Check, Finding, Report, draw
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.workers.http import Health
@@ -240,3 +240,23 @@ def test_a_bad_node_that_a_spare_stands_in_for() -> None:
     assert "is not shared by all nodes: n3 cannot see" in why
     assert why in report.notes()[0]
     assert replace(report, left_out=()).unfit() == {}
+
+
+def test_a_table_is_drawn_with_its_findings_and_what_is_left_out() -> None:
+    some = [Finding(WARNING, (f"n{number}",), f"disk {number} is slow", "mend it") for number in range(8)]
+    network = Check(
+        "network", "", (Finding(OK, (), "known\nfor long", ""), Finding(FAILED, ("n1",), "gone", ""), *some)
+    )
+    report = Report(("n1", "n2"), (Check("disk", "fine"), network), 2.04, ("n9",))
+    assert draw(report).splitlines() == [
+        "preflight of 2 nodes (n1, n2) in 2.0 s: failed",
+        "disk     ok       fine",
+        "network  failed   known",
+        *(
+            f"{'':18}{said}"
+            for said in ("for long", "gone", *(f"disk {number} is slow. mend it" for number in range(6)))
+        ),
+        f"{'':18}and 2 more",
+        "left out: n9",
+    ]
+    assert Report(("n1",), (network,), 0.0, ("n1", *(f"n{number}" for number in range(8)))).verdict == OK

@@ -25,7 +25,6 @@ from slurm_rlhf.observe.run_log import (
     read_events,
     read_rows,
     read_samples,
-    truncate_after,
 )
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import KEPT, CallSpans, append_timeline, joined, thinned
@@ -40,8 +39,6 @@ def test_lines_with_any_text_are_read_back_and_half_lines_are_not(tmp_path: Path
     with path.open("a") as file:
         file.write('{"step": 9, "te')
     assert [row["text"] for row in read_rows(path)] == [*texts[:2], "?", "ü"]
-    assert truncate_after(path, 2) == 2
-    assert [row["step"] for row in read_rows(path)] == [1, 2]
     assert read_rows(tmp_path / "missing") == []
 
 

@@ -45,7 +45,6 @@ def test_a_crash_ends_the_process_without_stacks_of_a_library() -> None:
     assert "Segfault" not in done.stderr + done.stdout
 
 
-@pytest.mark.slow
 def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp_path: Path) -> None:
     """Its parent is process 1 by then, which never ends: the torchrun itself says who it was."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -67,7 +66,6 @@ print("goes on", flush=True)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 64 << 20])
 def test_a_rank_without_address_space_ends_and_says_so(left: int) -> None:
     """`Thread.start` waits for ever for a thread that gets none to begin with: the rank passed for one in a C call."""

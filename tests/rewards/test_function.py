@@ -38,21 +38,6 @@ def returning(tmp_path: Path, expression: str) -> RewardFunction:
     return load(tmp_path, f"{head}    return {expression}\n")
 
 
-def test_arguments_are_those_of_openrlhf(tmp_path: Path) -> None:
-    reward = load(
-        tmp_path,
-        "def reward_func(queries, prompts, labels, **kwargs):\n"
-        "    assert queries == ['0+0=<0>', '1+1=<1>'] and prompts == ['0+0=', '1+1='], (queries, prompts)\n"
-        "    assert kwargs['responses'] == ['<0>', '<1>'] and kwargs['rows'] == [{'level': 0}, {'level': 1}]\n"
-        "    return [float(label) for label in labels]\n",
-    )
-    answer = reward(*batch())
-    assert answer.rewards.dtype == np.float32
-    assert answer.rewards.tolist() == [0.0, 2.0]
-    assert answer.scores is None
-    assert answer.extra_logs == {}
-
-
 @pytest.mark.parametrize(
     "expression",
     [
@@ -204,10 +189,12 @@ def test_everything_is_there_for_a_function_that_takes_everything(tmp_path: Path
     body = (
         "def reward_func(queries, prompts, labels, **kwargs):\n"
         "    global seen\n    seen = {'queries': queries, 'prompts': prompts, 'labels': labels, **kwargs}\n"
-        "    return [0.0] * len(queries)\n"
+        "    return [float(label[0]) for label in labels]\n"
     )
     reward = load(tmp_path, body)
-    reward(*sampled(), 7)
+    answer = reward(*sampled(), 7)
+    assert (answer.rewards.dtype, answer.rewards.tolist()) == (np.float32, [2.0, 2.0, 4.0, 4.0])
+    assert (answer.scores, answer.extra_logs) == (None, {})
     seen = reward.function.__globals__["seen"]
     assert list(seen) == list(ARGUMENTS)
     assert seen["step"] == 7
@@ -216,6 +203,7 @@ def test_everything_is_there_for_a_function_that_takes_everything(tmp_path: Path
     assert seen["response_ids"] == [[5], [6], [5], [6]]
     assert seen["finish_reasons"] == ["stop", "length", "stop", "length"]
     assert seen["queries"] == ["1+1=0", "1+1=1", "2+2=0", "2+2=1"]
+    assert (seen["prompts"], seen["responses"]) == (["1+1=", "1+1=", "2+2=", "2+2="], ["0", "1", "0", "1"])
 
 
 @pytest.mark.parametrize(

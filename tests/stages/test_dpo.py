@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from random_models import saved_tokenizer
 from stage_runs import metrics, run
 from tiny_models import make_tiny
 
-from slurm_rlhf.config.schema import Data
+from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
+from slurm_rlhf.records import Experience
 from slurm_rlhf.stages.examples import load_pairs
+from slurm_rlhf.stages.kinds import DpoTrainer, KtoTrainer
 
 PAIR = {"input": "1+1=", "chosen": "2", "rejected": "13"}
 
@@ -75,6 +78,25 @@ def test_what_is_no_pair_is_named(tmp_path: Path, tokenizer: Tokenizer, row: dic
         pairs_of(tmp_path, tokenizer, row)
 
 
+def test_losses_and_metrics_of_pairs_and_of_judged_answers() -> None:
+    """Answers whose log-ratios to the reference are 1, -3, 1, 7; the odd ones tell KTO how far it is: 2."""
+    lens, ids, mask = np.array([2, 1, 1, 2], np.int32), np.arange(10, dtype=np.int32), np.ones(6, np.bool_)
+    part = Experience(np.ones(4, np.int32), lens, ids, mask, np.array([1, 0, 0, 1], np.float32))
+    part.columns["ref_logprobs"] = np.array([-2, -2, -1, -4, -4, -6], np.float32)
+    logprobs = torch.tensor([-1.0, -2, -4, -3, -1, -2])
+    found = []
+    for kind in (DpoTrainer, KtoTrainer):
+        trainer: Any = kind.__new__(kind)
+        trainer.config = Config()
+        trainer.config.dpo.beta, trainer.config.dpo.desirable_weight = 0.5, 1.5
+        found.append({name: float(value) for name, value in trainer._of_whole(part, logprobs).items()})
+    loss = np.log1p(np.exp(-2)) + np.log1p(np.exp(3))
+    stated = {"loss": loss, "preferred": 1, "margin": -1, "chosen_logprobs": -6, "rejected_logprobs": -7}
+    assert found[0] == pytest.approx(stated)
+    loss = 1.5 / (1 + np.exp(-0.5)) + 1 / (1 + np.exp(0.5))
+    assert found[1] == pytest.approx({"loss": loss, "kto_kl": 4, "preferred": 1, "margin": 0})
+
+
 def make_job(directory: Path) -> None:
     (directory / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
     make_tiny(directory / "model")
@@ -91,6 +113,9 @@ def dpo(directory: Path, *words: str, launcher: tuple[str, ...] = ()) -> subproc
     return run([sys.executable, *launcher, str(directory / "slurm-rlhf"), "dpo", "job.toml", *words], directory, {})
 
 
+MARKS_OF_FIXTURES = {"trained": "slow"}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("dpo")
@@ -102,7 +127,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_it_learns_to_prefer(trained: Path) -> None:
     rows = metrics(trained / "out.run")
     assert len(rows) == 12
@@ -113,7 +137,6 @@ def test_it_learns_to_prefer(trained: Path) -> None:
     assert (trained / "out" / "config.json").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [pytest.param(("--ds.zero_stage=3",), marks=pytest.mark.full), ("--dpo.loss_type=orpo", "--lora.rank=4")]
 )

@@ -124,6 +124,9 @@ def finished(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+MARKS_OF_FIXTURES = {"trained": "slow"}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rm")
@@ -134,7 +137,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
 def test_it_learns_what_is_preferred(trained: Path) -> None:
     rows = metrics(trained / "out.run")
     assert len(rows) == 12
@@ -146,7 +148,6 @@ def test_it_learns_what_is_preferred(trained: Path) -> None:
     assert rows[-1]["eval/loss"] < 0.3 < rows[1]["eval/loss"] < 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_environment")
 @pytest.mark.parametrize("words", [(), ("--ds.param_dtype=bf16", "--lora.rank=4", "--rm.max_steps=2")])
 def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_by(
@@ -189,7 +190,6 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
     np.testing.assert_allclose(logits.numpy(), scores, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.full  # it starts an engine for itself
 def test_vllm_gives_the_scores_of_transformers(trained: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from slurm_rlhf.errors import ConfigError, ModelError, RunError
 from slurm_rlhf.run.update import Trained, skip_warning, update_metrics
 from slurm_rlhf.trainer import deepspeed as backend
 from slurm_rlhf.trainer import logprobs as logprobs_module
-from slurm_rlhf.trainer._deepspeed import import_deepspeed, local_shard
-from slurm_rlhf.trainer.deepspeed import start_deepspeed
+from slurm_rlhf.trainer._deepspeed import import_deepspeed, local_shard, master_range
+from slurm_rlhf.trainer.deepspeed import deepspeed_config, start_deepspeed
 from slurm_rlhf.trainer.distributed import World
 from slurm_rlhf.trainer.logprobs import HeadMath, LogprobHead, chunked_logprobs
 from slurm_rlhf.trainer.trainer import LossScale, Schedule, TrainSettings, learning_rate
@@ -273,7 +274,40 @@ def test_the_shards_of_a_parameter_are_its_elements_without_the_padding() -> Non
     assert found == [(0, [0, 1, 2]), (3, [3, 4, 5]), (6, [6]), (7, [])]
 
 
-@pytest.mark.slow
+def test_where_a_rank_has_its_elements_of_a_parameter() -> None:
+    optimizer: Any = SimpleNamespace(
+        grad_position={7: (1, 40, 3)}, get_param_id=lambda _: 7, _get_param_partition_rank=lambda each: each.rank
+    )
+    sharded = [SimpleNamespace(ds_id=0, ds_numel=8, rank=rank) for rank in range(4)]
+    assert [master_range(each, optimizer) for each in sharded] == [
+        (1, 40, 0, 3),
+        (1, 40, 3, 3),
+        (1, 40, 6, 2),
+        (1, 40, 9, 0),
+    ]
+    at = SimpleNamespace(hp_fragment_address=SimpleNamespace(start=5, numel=6), param_group_index=2)
+    at.lp_fragment_address = SimpleNamespace(start=9)
+    assert [master_range(SimpleNamespace(_hp_mapping=each), optimizer) for each in (at, None)] == [
+        (2, 5, 9, 6),
+        (0,) * 4,
+    ]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "ranks"), [(1, "bf16", 1), (3, "fp16", 2)])
+def test_the_configuration_of_deepspeed(stage: int, dtype: str, ranks: int) -> None:
+    settings: Any = SimpleNamespace(config=Config(), zero_stage=stage)
+    settings.config.ds.param_dtype, settings.config.ds.grad_comm_dtype, settings.config.ds.hpz_size = dtype, "fp32", 4
+    sharded = {"stage3_param_persistence_threshold": 10, "zero_hpz_partition_size": 4} if stage == 3 else {}
+    buckets = {"reduce_bucket_size": 1002, "allgather_bucket_size": 1002}
+    assert deepspeed_config(settings, 1001, ranks) == {
+        **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None},
+        **{"gradient_clipping": settings.config.actor.max_norm, "data_types": {"grad_accum_dtype": "fp32"}},
+        **{"bf16": {"enabled": stage == 1}, "fp16": {"enabled": stage == 3, "loss_scale": 1.0}},
+        "communication_data_type": "fp32",
+        "zero_optimization": {"stage": stage, **buckets, "overlap_comm": ranks == 2, **sharded},
+    }
+
+
 def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed.ops
     from deepspeed.comm.torch import build_shm_op
@@ -285,7 +319,6 @@ def test_no_compiler_is_asked_what_deepspeed_could_build(monkeypatch: pytest.Mon
     assert build_shm_op() is None
 
 
-@pytest.mark.slow
 def test_a_device_without_fp16_is_reported_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     deepspeed = import_deepspeed(torch.device("cpu"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from shaped_links import Links, available, shaped
 from sync_fleet import conducted, loaded, peers_in_roles, sent
 from sync_peer import describe, make_weights
@@ -23,7 +24,7 @@ from waiting import scaled, until
 from slurm_rlhf.bench.sync import Spec, measure, parameters_of, show
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.model_directory import stored_parameters
-from slurm_rlhf.weights.diagnosis import Heartbeat, cut, partners, silent
+from slurm_rlhf.weights.diagnosis import Diagnosis, FailureBoard, Heartbeat, Post, cut, partners, silent
 from slurm_rlhf.weights.lead import WeightSync
 from slurm_rlhf.weights.rendezvous import Member
 
@@ -167,6 +168,34 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_who_is_silent(ages: dict[int, float], named: tuple[int, ...]) -> None:
     assert silent(ages, 2.0) == named
+
+
+MEMBERS = [member(rank, "abc"[rank]) for rank in range(3)]
+LAST, BROKE = "rank 2 on c (pid 1)", "the connections between the members broke, though all of them are alive"
+
+
+@pytest.mark.parametrize(
+    ("posts", "left", "found"),
+    [
+        ([Post("no"), None], [2], Diagnosis("rank 1 on b (pid 1): no", refused=True)),
+        ([Post(), None], [1, 2], Diagnosis(f"{LAST} died: its connection closed without a message")),
+        ([Post(), None], [], Diagnosis(f"no answer from {LAST} within 9 s (timeout.sync)", silent=True)),
+        ([Post(lost="reset"), Post(lost="late")], [], Diagnosis(f"{BROKE}: reset")),
+        ([Post(), Post()], [], Diagnosis(BROKE)),
+        ([Post(quiet=(2,)), Post()], [], Diagnosis(cut({1: (2,)}, {0, 1, 2}, MEMBERS, 5.0), silent=True)),
+    ],
+)
+def test_what_the_survivors_posts_mean(
+    monkeypatch: pytest.MonkeyPatch, posts: list[Post | None], left: list[int], found: Diagnosis
+) -> None:
+    monkeypatch.setattr("slurm_rlhf.wire.timeouts.POST_S", 0.2)
+    monkeypatch.setattr("slurm_rlhf.wire.timeouts.POST_CLOSED_S", 0.1)
+    store = torch.distributed.HashStore()
+    boards = [FailureBoard(store, each, 9.0, 5.0) for each in MEMBERS]
+    for board, post in zip(boards[1:], posts, strict=True):
+        if post is not None:
+            board.post(post.reason, post.quiet, post.lost)
+    assert boards[0].judge(MEMBERS, left, ()) == found
 
 
 def test_what_silences_mean() -> None:
