@@ -182,13 +182,11 @@ def load(file: Path, name: str = "") -> dict[str, type]:
     _agent_module()
     module = run_file(file, KEY, EpisodeError)
     chosen = getattr(module, name or SEVERAL, None)
-    if name and chosen is None:
-        chosen = inner_class(module, file, f"{KEY}: {file}", name)
     functions: Any = chosen if isinstance(chosen, list | tuple) else [chosen]
     if all(map(inspect.isfunction, functions)):  # as TRL's trainer takes tools
         own = {one.__name__: staticmethod(one) for one in functions}
         chosen = type(file.stem, (), {"reset": lambda self: None, "__module__": module.__name__, **own})
-    if name and chosen is None:
+    if name and chosen is None and (chosen := inner_class(module, file, f"{KEY}: {file}", name)) is None:
         known = [one for one, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__]
         raise EpisodeError(f"{KEY}: {file} does not define {name}{meant(name, known)}; it has {', '.join(known)}")
     if not name and not isinstance(chosen, Mapping):

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import typing
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,8 @@ class UserClass:
 
     def __init__(self, made: Any, file: Path) -> None:
         self.made, self.file, self.loop = made, file, asyncio.new_event_loop()
-        self.instance: Any = made.__new__(made)
+        self.used = _USED[made].pop() if _USED[made] else None
+        self.instance: Any = made.__new__(made) if self.used is None else self.used
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a method. Raises EpisodeError."""
@@ -69,7 +70,8 @@ class UserClass:
 
     def reset(self, start: Start) -> Any:
         """Call `reset` with the row as `row`, or with those of its columns that it names."""
-        self.call("__init__")  # by `call`: OpenRLHF allows a coroutine
+        if self.used is None:
+            self.call("__init__")  # by `call`: OpenRLHF allows a coroutine
         if "row" in inspect.signature(self.instance.reset).parameters:
             return self.call("reset", copy.deepcopy(start.row))
         return self.call("reset", **columns_of(self.instance.reset, start.row))
@@ -86,6 +88,8 @@ class UserClass:
     def end(self) -> Answer:
         """End the episode, over or not. Raises EpisodeError."""
         self.close()
+        if "<locals>" in self.made.__qualname__ and not hasattr(self.instance, "close"):
+            _USED[self.made].append(self.instance)
         return Answer()
 
     def close(self) -> None:
@@ -100,6 +104,11 @@ class UserClass:
             with suppress(EpisodeError):
                 self.close()
         self.loop.close()
+
+
+_USED: defaultdict[type, list[Any]] = defaultdict(list)
+"""Class of a script -> instances that play no episode now. TRL resets them for the next one, and those of its scripts
+never close their connections."""
 
 
 def columns_of(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,19 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slurm_rlhf import user_files
 from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.rewards.items import Item, items_of
 from slurm_rlhf.rewards.signature import Taken, of_trl, taken
-from slurm_rlhf.user_files import (
-    file_and_name,
-    file_of,
-    functions_in,
-    line_of,
-    note_origin,
-    run_file,
-    same_place,
-    text_of,
-)
+from slurm_rlhf.user_files import file_and_name, file_of, functions_in, line_of, run_file, text_of
 
 if TYPE_CHECKING:
     from slurm_rlhf.config.schema import Reward
@@ -51,10 +43,10 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
         raise ConfigError(f"register_reward takes a function, got {type(function).__name__}")
     name = name or getattr(function, "__name__", type(function).__name__)
     owner = _REGISTERED.get(name)
-    if owner is not None and not replace and not same_place(owner, function):
+    if owner is not None and not replace and not user_files.same_place(owner, function):
         raise ConfigError(f"the reward name {name!r} is taken by {file_of(owner)}: register yours by another name")
     _REGISTERED[name] = function
-    note_origin(name)
+    user_files.note_origin(name)
     return function
 
 

@@ -164,7 +164,7 @@ def test_a_command_is_one(
         return
     assert cli.main([*([name, rest[0]] if name == "bench" else [name]), "--help"]) == 0
     help_page = capsys.readouterr().out
-    for word in rest[: rest.index("--") if "--" in rest else len(rest)]:
+    for word in rest[: [*rest, "--"].index("--")]:
         option = word.partition("=")[0]
         known = option[2:] in all_keys() or option[2:] in read_as() or f"{option} " in help_page
         assert not option.startswith("--") or option == "--help" or known, option

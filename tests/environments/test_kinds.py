@@ -226,6 +226,9 @@ def test_a_class_inside_a_function_is_taken(
     made.begin(0, start())
     made.turn(0, Turn("", [ToolCall("add", {"times": 5})]))
     assert made.end(0).reward == by / 2
+    made.begin(1, start())
+    before, after = made.instances.played[1].used, made.end(1).reward
+    assert (type(before).__name__, after) == ("Counter", 0.0)  # as in TRL, it is reset for the next episode
     module = sys.modules[made.instances.classes[""].__module__]
     with pytest.raises(SystemExit, match="the training begins"):
         module.main()  # the module's own function is still whole
@@ -301,7 +304,7 @@ def test_reward_functions_of_its_file_that_take_environments_are_added(tmp_path:
     judges = (
         "\ndef score(environments, **kwargs):\n    return [env.count for env in environments]\n"
         "def near(environments, answer):\n    return [float(answer[0] == 4)]\n"
-        "def whole(completions, prompts, environments):\n"
+        "def heard(completions, prompts, environments):\n"
         "    said = [[one['content'] for one in messages] for messages in prompts + completions]\n"
         "    return [float(said == [['hi'], ['five', '15']])]\n"
         "def other(environments, **kwargs):\n    return [None for env in environments]\n"
