@@ -38,7 +38,6 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_jobs import STAGES
 from slurm_rlhf.config.text import help_text, key_names, listed, split_overrides
 from slurm_rlhf.errors import ConfigError, meant
-from slurm_rlhf.nodes.mpi.assignment import launched
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -118,9 +117,12 @@ class Command:
 
     def load(self) -> Callable[[Arguments], int]:
         """Import its module, and return its function."""
-        by_torchrun = self.name in STAGES and "RANK" in os.environ  # a rank of a stage, which MPI may have begun
-        under_mpi = self.by_mpi and not by_torchrun and launched(os.environ)
-        module, _, name = (self.by_mpi if under_mpi else self.function).partition(".")
+        function = self.function
+        if self.by_mpi and not (self.name in STAGES and "RANK" in os.environ):  # torchrun's ranks may be below MPI's
+            from slurm_rlhf.nodes.mpi.assignment import launched
+
+            function = self.by_mpi if launched(os.environ) else function
+        module, _, name = function.partition(".")
         found: Callable[[Arguments], int] = getattr(importlib.import_module(f"slurm_rlhf.cli.{module}"), name)
         return found
 
