@@ -16,7 +16,7 @@ from browser import open_page
 from holds import Holds
 from patched_ranks import Call, calls, in_one_piece, noted, patched_engines
 from sums_task import REWARD
-from training_runs import assert_close_metrics, finished, metrics, started, timeless, train
+from training_runs import COMMAND, assert_close_metrics, finished, metrics, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
@@ -272,8 +272,6 @@ def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path
 
 def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Path, whole: tuple[Path, str]) -> None:
     """Killed in the middle and started again: the greedy responses are those of the training's last evaluation."""
-    from training_runs import COMMAND
-
     out = config.parent / "evaluated"
     words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
     eval_command = [*COMMAND[:-1], "eval"]
