@@ -19,7 +19,7 @@ from sums_task import REWARD
 from training_runs import COMMAND, assert_close_metrics, finished, metrics, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
-from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, Whole
 
 from slurm_rlhf.report.page import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -80,13 +80,13 @@ def dying_engine(place: Path) -> AbstractContextManager[None]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whole_run(tmp_path_factory).config
+def config(whole_run: Whole) -> Path:
+    return whole_run.config
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return whole_run(tmp_path_factory).stated
+def whole(whole_run: Whole) -> tuple[Path, str]:
+    return whole_run.run_dir, whole_run.output
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
@@ -297,11 +297,6 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     assert figures[0] == trained[0]
     assert "data set  prompts" in output
     assert "sampled, by source:" in output
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory)
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Path, str]) -> None:
