@@ -7,11 +7,13 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from recorded_run import Clock
 from safetensors.numpy import save_file
 from steps import OnDemand, make_loop, make_step
 
@@ -67,13 +69,6 @@ RANKS = RankMap(
 )
 H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, attention="")
 WAY = SyncConnection("nccl", "ib0", "10.0.0.1", "n1")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Server:
@@ -152,7 +147,7 @@ def test_an_engine_works_on_all_of_its_gpus() -> None:
 
 def test_idle_is_what_no_call_is_in_progress_for() -> None:
     """Calls that overlap count once, those of two roles on one GPU too; one that goes on is cut at the step's end."""
-    clock = Clock()
+    clock = Clock(100.0)
     spans, slots = CallSpans(clock), slots_of(RANKS)
     first, second = spans.began("actor", 0, "values"), spans.began("actor", 0, "values")
     leader = spans.began("rollout", 0, "generate")
@@ -179,7 +174,7 @@ def test_idle_is_what_no_call_is_in_progress_for() -> None:
 
 
 def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
-    clock, roles = Clock(), handles(server)
+    clock, roles = Clock(100.0), handles(server)
     stated: list[str] = []
     account = GpuAccount(config(tmp_path), RANKS, roles, 40.0, lambda: WAY, stated.append, clock)
     spans = watched(roles, clock)
@@ -223,12 +218,12 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
 
 
 def test_seconds_of_phases_stand_with_their_prediction(tmp_path: Path, server: Server) -> None:
-    account = GpuAccount(config(tmp_path), RANKS, handles(server), 40.0, lambda: None, print, Clock())
+    account = GpuAccount(config(tmp_path), RANKS, handles(server), 40.0, lambda: None, print, Clock(100.0))
     account.started()
     assert account.compared() == {}
     for seconds in (60.0, 5.0, 6.0, 7.0):  # kernels are compiled in the first step
         times = {"time/step": 2 * seconds, "time/update": seconds, "time/rollout": seconds / 2, "time/reward": 0.5}
-        account.step(1, FOUR, CallSpans(Clock()).take(), times | {"time/sync_transfer": seconds / 4})
+        account.step(1, FOUR, CallSpans(Clock(100.0)).take(), times | {"time/sync_transfer": seconds / 4})
     found = account.compared()
     assert words(found).endswith(", reward of a function, not predicted/0.5")
     assert found.pop("reward").predicted is None
@@ -239,7 +234,7 @@ def test_seconds_of_phases_stand_with_their_prediction(tmp_path: Path, server: S
 
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     first = GpuAccount(config(tmp_path), RANKS, {}, 100.0, lambda: None, print, clock)
     clock.now += 720
     assert first.hours() == 1.0
@@ -259,7 +254,7 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
         server.answers["memory"] = lambda role, rank: replace(H100, gpu="Novel 9000")
     if kind == "silent":
         server.answers["memory"] = RunError("no")
-    clock = Clock()
+    clock = Clock(100.0)
     stated: list[str] = []
     account = GpuAccount(made, RANKS, handles(server), 40.0, lambda: None, stated.append, clock)
     spans = CallSpans(clock)
@@ -304,11 +299,6 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path
     assert flops.models["critic"].parameters < flops.models["actor"].parameters
 
 
-class Pool:
-    def update(self, version: int) -> dict[str, float]:
-        return {}
-
-
 class Steps(TrainingStep):
     """Steps whose roles compute nothing, but are asked."""
 
@@ -341,7 +331,7 @@ def run(
         made,
         roles,
         Steps,
-        pool=Pool(),
+        pool=SimpleNamespace(update=lambda version: {}),
         order=order,
         total_steps=4 if resume else 2,
         kl=KLController(0.0),

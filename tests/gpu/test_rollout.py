@@ -308,4 +308,4 @@ def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineP
 
 def test_an_engine_names_the_attention_of_its_layers(engine_process: EngineProcess, path: Path) -> None:
     engine_process.run(rollout_engine.start, path)
-    assert engine_process.run(child.attention) == "CPU_ATTN"
+    assert engine_process.run(rollout_engine.do, "status").attention == "CPU_ATTN"

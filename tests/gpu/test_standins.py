@@ -12,6 +12,7 @@ import torch
 from gpu_ipc import Ledger
 from gpu_signatures import Mismatch
 from gpu_standins import FakeCuda, NoStandIn, check_signature, fake_cuda
+from gpu_streams import StreamRace
 from torch.distributed import HashStore
 
 
@@ -46,8 +47,6 @@ def test_an_unknown_function_of_torch_cuda_fails_loudly(cuda: FakeCuda):
 
 
 def test_streams_have_to_wait(cuda: FakeCuda):
-    from gpu_streams import StreamRace
-
     side = torch.cuda.Stream()
     data = torch.zeros(4, device="cuda")
     with torch.cuda.stream(side):
@@ -62,8 +61,6 @@ def test_streams_have_to_wait(cuda: FakeCuda):
 
 
 def test_memory_that_is_freed_is_not_handed_out_under_a_stream_that_uses_it(cuda: FakeCuda):
-    from gpu_streams import StreamRace
-
     side, here = torch.cuda.Stream(), torch.cuda.current_stream()
 
     def use(recorded: bool) -> None:
@@ -86,8 +83,6 @@ def test_memory_that_is_freed_is_not_handed_out_under_a_stream_that_uses_it(cuda
 
 
 def test_an_event_that_was_never_recorded_says_nothing(cuda: FakeCuda):
-    from gpu_streams import StreamRace
-
     for ask in ("query", "synchronize", "wait"):
         with pytest.raises(StreamRace, match="never recorded"):
             getattr(torch.cuda.Event(), ask)()

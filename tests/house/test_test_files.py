@@ -96,11 +96,8 @@ def states_seconds(call: ast.Call) -> bool:
     """Whether it waits for a number of seconds, 1 or more, that stands there."""
     waits = isinstance(call.func, ast.Attribute) and call.func.attr in WAITS
     bounds = [word.value for word in call.keywords if word.arg == "timeout"] + (call.args[-1:] if waits else [])
-    return any(isinstance(bound, ast.Constant) and is_seconds(bound.value) for bound in bounds)
-
-
-def is_seconds(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+    values = [bound.value for bound in bounds if isinstance(bound, ast.Constant)]
+    return any(type(value) in (int, float) and value >= 1 for value in values)
 
 
 def reads_clock(assertion: ast.Assert) -> bool:

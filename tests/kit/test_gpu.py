@@ -57,7 +57,13 @@ class Kit:
 
 @pytest.fixture(scope="session")
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
-    place = place_of(request.config.getoption("--rehearse"), dict(os.environ))
+    """Run on this machine; a rehearsal pretends to have two GPUs. Skips the test where there is no GPU."""
+    environ, rehearse = dict(os.environ), request.config.getoption("--rehearse")
+    gpus = ("0", "1") if rehearse else local_gpus(environ)
+    if not gpus:
+        pytest.skip("needs a GPU: neither nvidia-smi nor the driver's directory shows one")
+    slurm = read_slurm(environ)
+    place = Place(gpus, rehearse, slurm.job_nodes if slurm else ())
     reports = Path(request.config.getoption("--gpu_report") or ROOT).absolute()
     reports.mkdir(parents=True, exist_ok=True)
     shared = str(reports) if place.nodes else None  # the checkout is where all nodes see it
@@ -65,18 +71,6 @@ def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
         made = Kit(replace(place, scratch=scratch), reports)
         request.config.pluginmanager.register(made)
         yield made
-
-
-def place_of(rehearse: bool, environ: dict[str, str]) -> Place:
-    """Describe this machine; a rehearsal pretends to have two GPUs. Skips the test where there is no GPU."""
-    slurm = read_slurm(environ)
-    nodes = slurm.job_nodes if slurm else ()
-    if rehearse:
-        return Place(("0", "1"), rehearse=True, nodes=nodes)
-    gpus = local_gpus(environ)
-    if not gpus:
-        pytest.skip("needs a GPU: neither nvidia-smi nor the driver's directory shows one")
-    return Place(gpus, nodes=nodes)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name.replace(" ", "-"))

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from training_runs import MPIRUN, mpirun, started, train, workspace
+from training_runs import MPIRUN, mpirun, started, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
@@ -18,11 +18,6 @@ SMALL = (
     *("--train.max_steps=1000", "--train.num_episodes=1000"),
 )
 """An actor rank and an engine."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("runs"))
 
 
 def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:

@@ -234,9 +234,7 @@ def test_generate_plays_environments_and_names_lost_episodes(tmp_path: Path) -> 
     (tmp_path / "game.py").write_text(LOOK.replace("        self.digit", f"{fault}        self.digit", 1))
     overrides = ("--reward.remote_url=", "--env.max_turns=2", "--generate.max_samples=12", "--env.workers=2")
     words = (*overrides, f"--env.path={tmp_path / 'game.py'}")
-    with started(config, tmp_path / "run", *words, command=COMMAND, warm=True) as job:
-        code, output = job.wait()
-    assert code == 0, output
+    finished(config, tmp_path / "run", *words, command=COMMAND)
     lines = lines_of(tmp_path / "run" / "output.jsonl")
     lost = [line for line in lines if line["finish_reason"] == "lost"]
     assert lost

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from campaign.workload import PLUGIN
@@ -17,7 +18,7 @@ from patched_ranks import patched, patched_engines
 from sums_task import REWARD
 from training_runs import finished, metrics, started, summary, timeless, train, workspace
 from waiting import scaled
-from whole_run import SMALL, WORLD, small_run, whole_run
+from whole_run import SMALL, WORLD, Whole
 
 from slurm_rlhf.observe.run_log import read_events
 
@@ -76,11 +77,6 @@ def dying(directory: Path, deaths: Sequence[Death]) -> AbstractContextManager[No
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("runs"))
 
 
 def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_on(
@@ -142,13 +138,13 @@ def test_a_killed_rank_ends_the_run_and_is_named(config: Path) -> None:
 # --- run restarts -----------------------------------------------------------------------------------------------------
 
 
-def test_trainers_that_die_start_again_with_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_trainers_that_die_start_again_with_the_engines(whole_run: Whole) -> None:
     """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
     The engines live through both, and the numbers are those of the undisturbed run.
     """
-    calm, deaths = whole_run(tmp_path_factory), [("actor", 1, "train_step", 3), ("critic", 0, "values", 3)]
-    run_dir = calm.config.parent / "restarted"
-    with dying(run_dir.with_suffix(".deaths"), deaths), started(calm.config, run_dir, *WORLD, warm=True) as run:
+    deaths = [("actor", 1, "train_step", 3), ("critic", 0, "values", 3)]
+    run_dir = whole_run.config.parent / "restarted"
+    with dying(run_dir.with_suffix(".deaths"), deaths), started(whole_run.config, run_dir, *WORLD, warm=True) as run:
         run.wait_for_file("logs/rollout.*.1.log")
         engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
         run.wait_for_file("eval/step_000003.json")
@@ -164,22 +160,19 @@ def test_trainers_that_die_start_again_with_the_engines(tmp_path_factory: pytest
     died = [re.match(r"role (\w+) died: rank (\d) on \S+ \(pid \d+\) was killed by SIGKILL", text) for text in found]
     assert [one and one[1] for one in died] == ["actor", "critic"]
     assert [why in text for why, text in zip(summary(run_dir)["restarts"], found, strict=True)] == [True, True]
-    assert timeless(metrics(run_dir)) == timeless(metrics(calm.run_dir))
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole_run.run_dir))
 
 
 @pytest.mark.full
-def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
+def test_an_engine_that_shares_slots_with_trainers_starts_again_with_them(small: Path) -> None:
     """It is killed when it gets the weights for step 2: the numbers are those of roles with slots of their own."""
-    calm = small_run(tmp_path_factory)
-    run_dir, words = calm.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
+    run_dir, words = small.parent / "colocated_engine", ("--train.colocate_all=true", "--ckpt.save_steps=1")
     with dying(run_dir.with_suffix(".deaths"), [("rollout", -1, "sync_receive", 3)]):
-        output = finished(calm.parent / "run.toml", run_dir, *SMALL, *words)
+        output = finished(small.parent / "run.toml", run_dir, *SMALL, *words)
     assert "role rollout died: rank 0 of engine 0" in output
     assert "restart 1 of 3 in this job: actor, critic, rollout start again" in output
     assert "step_000001 at step 1/2" in output
-    assert timeless(metrics(run_dir)) == timeless(metrics(calm))
+    assert timeless(metrics(run_dir)) == timeless(metrics(small))
 
 
 # --- run hangs --------------------------------------------------------------------------------------------------------
@@ -220,19 +213,9 @@ HELD = (
 PLACES = ("python", "lock", "engine", "reward-hang")
 
 
-class Stated:
-    """Holds the files that a hang left behind."""
-
-    def __init__(self, directory: Path) -> None:
-        self.report = (directory / "report.txt").read_text()
-        self.stacks = (directory / "stacks.txt").read_text()
-        self.messages = (directory / "messages.txt").read_text()
-        self.nodes = (directory / "nodes.txt").read_text()
-
-
 @pytest.fixture(scope="module")
-def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Stated], int, str, Path]:
-    """(what was said of each place, exit code, what it printed, run directory). The last hang is not let go."""
+def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, SimpleNamespace], int, str, Path]:
+    """(the files that each hang left, exit code, what it printed, run directory). The last hang is not let go."""
     path = tmp_path_factory.mktemp("hangs")
     config = workspace(path)
     holds, stated = Holds(config), {}
@@ -245,7 +228,7 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Stated], i
                 holds.hold(place)
                 run.wait_for_file("hang-*/nodes.txt", known)
                 (found,) = set((path / "run").glob("hang-*/nodes.txt")) - known
-                stated[place] = Stated(found.parent)
+                stated[place] = SimpleNamespace(**{file.stem: file.read_text() for file in found.parent.glob("*.txt")})
                 if place != PLACES[-1]:
                     holds.let_go(place)
                     run.wait_for_step(len(metrics(path / "run")) + 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from small_disk import small_disk
-from training_runs import Run, finished, started, summary, workspace
+from training_runs import Run, finished, started, summary, train, workspace
 from waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -33,14 +33,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calm(config: Path) -> Path:
     """The directory of a job that was left alone, on one engine."""
     run_dir = config.parent / "calm"
-    code, said = generate(config, run_dir, "--generate.ordered=true", "--generate.logprobs=true")
-    assert code == 0, said
+    finished(config, run_dir, "--generate.ordered=true", "--generate.logprobs=true", command=COMMAND)
     return run_dir
 
 
 def generate(config: Path, run_dir: Path, *overrides: str) -> tuple[int, str]:
-    with started(config, run_dir, *overrides, command=COMMAND, warm=True) as job:
-        return job.wait()
+    return train(config, run_dir, *overrides, command=COMMAND, warm=True)
 
 
 def test_left_alone_it_answers_every_row_and_tells_of_bad_ones(calm: Path) -> None:
@@ -88,8 +86,7 @@ def kill_at_random_moments(config: Path, run_dir: Path, kills: int, seed: int) -
                 os.kill(job.process.pid, signal.SIGKILL)
                 job.assert_gone()
         after.append(written(output))
-    code, said = generate(config, run_dir, TWO)
-    assert code == 0, said
+    finished(config, run_dir, TWO, command=COMMAND)
     return after
 
 
@@ -188,8 +185,7 @@ def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Pat
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
     rows = ("--generate.max_samples=20", "--rollout.temperature=0")
     for source, name in ((run_dir, "of_run"), (checkpoint, "of_checkpoint")):
-        code, said = generate(config, tmp_path / name, *rows, f"--generate.model_name_or_path={source}")
-        assert code == 0, said
+        said = finished(config, tmp_path / name, *rows, f"--generate.model_name_or_path={source}", command=COMMAND)
     assert f"making a model from {checkpoint}" in said
     assert_whole(tmp_path / "of_run" / "output.jsonl", 20)
     answered = answers(tmp_path / "of_run" / "output.jsonl")

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from sums_task import SPREAD
 from training_runs import finished, metrics, started, summary, timeless, workspace
 from waiting import scaled
 
@@ -18,15 +19,10 @@ KEYS = (
     *("--actor.num_gpus_per_node=2", "--ds.zero_stage=3", f"--timeout.heartbeat={round(scaled(8))}"),
     *("--eval.steps=2", "--ckpt.save_steps=2", "--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
 )
-# The responses to a prompt nearly always differ in it: every step has a gradient.
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    return [sum(map(ord, response)) % 7 / 7 for response in kwargs["responses"]]
-"""
 
 
 def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_still_is_named(tmp_path: Path) -> None:
-    config = workspace(tmp_path, REWARD)
+    config = workspace(tmp_path, SPREAD)
     output = finished(config, tmp_path / "whole", *KEYS, "--train.max_steps=3")
     assert "actor: samples with transformers" in output
     assert "layer by layer, for each token" in output

@@ -25,7 +25,7 @@ LONG = (
 )
 CHEAP = ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0")
 
-real = (pytest.mark.full, pytest.mark.engine, pytest.mark.slow)
+pytestmark = [pytest.mark.full, pytest.mark.engine, pytest.mark.slow]
 
 
 # --- what the processes of a run hold while it goes on ----------------------------------------------------------------
@@ -159,10 +159,6 @@ def size(place: Path) -> int:
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def marked(*parameters: object, limit_s: int) -> list[object]:
-    return [pytest.param(each, marks=[*real, pytest.mark.timeout(limit_s)]) for each in parameters]
-
-
 def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     """Every process after its warm-up, and the run directory."""
     found = history.whole(warm)
@@ -183,7 +179,8 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     assert slope_per_100([(step, records) for step, records, _ in disk]) < 100 * RECORDS
 
 
-@pytest.mark.parametrize("more_words", marked((), CHEAP, limit_s=3000), ids=str)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("more_words", [(), CHEAP], ids=str)
 def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None:
     """PPO with all of its roles, and group_norm, which has actor and engine only."""
     run_dir, history = tmp_path / "run", History()
@@ -195,11 +192,11 @@ def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None
     assert_flat(history, run_dir, STEPS, WARM)
 
 
-@pytest.mark.parametrize("nodes", marked(3, limit_s=1200))
-def test_many_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
+@pytest.mark.timeout(1200)
+def test_many_steps_under_slurm(slurm: Cluster) -> None:
     run_dir, history = slurm.shared / "long", History()
     config = workspace(slurm.shared / "long_work")
-    options = [f"--nodes={nodes}", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
+    options = ["--nodes=3", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
     words = (*LONG, *CHEAP, "--vllm.num_engines=1", "--vllm.num_nodes=1", f"--train.max_steps={SLURM_STEPS}")
     job = slurm.submit(config, run_dir, options, *words)
     history.follow(run_dir, 2, lambda: slurm.job(job)["JobState"] in OVER)

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from pipeline_files import RUN, chain
+from pipeline_files import CHAIN_DONE, RUN, chain
 from sums_task import toml
 from waiting import HANG_S
 from warm_runs import WarmRun
@@ -56,12 +56,7 @@ def test_what_a_stage_makes_is_trained_on_and_evaluated(tmp_path: Path, capsys: 
     assert judged["model"] == str(out / "ppo" / "final")
     assert main(["status", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["sft", "sft", "done:"],
-        ["rm", "rm", "done:"],
-        ["ppo", "train", "done:"],
-        ["judged", "eval", "done:"],
-    ]
+    assert [line.split()[:3] for line in lines] == CHAIN_DONE
 
     ran = {path: path.stat().st_mtime_ns for path in out.glob("*/**/*.json*")}
     assert main(["pipeline", str(file), "--local"]) == 0

@@ -55,14 +55,10 @@ def late(config: Path, place: Path) -> Iterator[Run]:
     run.end()
 
 
-def conductor_log(run: Run) -> str:
-    return next((run.run_dir / "logs").glob("conductor.*.log")).read_text()
-
-
 def test_the_late_engine_joins_with_the_current_weights(config: Path, late: Run) -> None:
     late.wait_for_step(1)
-    assert "engine 0 takes part" in conductor_log(late)
-    assert "engine 1 takes part" not in conductor_log(late)
+    assert "engine 0 takes part" in late.log()
+    assert "engine 1 takes part" not in late.log()
     (config.parent / "engine_1").touch()
     late.wait_for_log("engine 1 takes part")
     late.wait_for_step(len(metrics(late.run_dir)) + 2)
@@ -78,9 +74,7 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
     os.kill(follower, signal.SIGKILL)
     late.wait_for_log("1 of 2 engines go on")
-    assert re.search(
-        rf"engine 1 on \S+ is lost: rank 3 .*\(pid {follower}\) was killed by SIGKILL\.", conductor_log(late)
-    )
+    assert re.search(rf"engine 1 on \S+ is lost: rank 3 .*\(pid {follower}\) was killed by SIGKILL\.", late.log())
     late.wait_for_step(len(metrics(late.run_dir)) + 1)
     late.wait_for_log("takes part again")
     after = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}

@@ -16,10 +16,10 @@ from browser import open_page
 from holds import Holds
 from patched_ranks import Call, calls, in_one_piece, noted, patched_engines
 from sums_task import REWARD
-from training_runs import assert_close_metrics, finished, metrics, started, timeless, train
+from training_runs import COMMAND, assert_close_metrics, finished, metrics, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
-from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, Whole
 
 from slurm_rlhf.report.page import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -80,13 +80,13 @@ def dying_engine(place: Path) -> AbstractContextManager[None]:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whole_run(tmp_path_factory).config
+def config(whole_run: Whole) -> Path:
+    return whole_run.config
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return whole_run(tmp_path_factory).stated
+def whole(whole_run: Whole) -> tuple[Path, str]:
+    return whole_run.run_dir, whole_run.output
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
@@ -272,8 +272,6 @@ def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path
 
 def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Path, whole: tuple[Path, str]) -> None:
     """Killed in the middle and started again: the greedy responses are those of the training's last evaluation."""
-    from training_runs import COMMAND
-
     out = config.parent / "evaluated"
     words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
     eval_command = [*COMMAND[:-1], "eval"]
@@ -299,11 +297,6 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     assert figures[0] == trained[0]
     assert "data set  prompts" in output
     assert "sampled, by source:" in output
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run(tmp_path_factory)
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Path, str]) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from model_configs import SHAPES, make_shape
@@ -185,15 +184,6 @@ SMALL = {**SHAPES["7B"], "hidden_size": 896, "intermediate_size": 4864, "num_hid
 """Sizes of Qwen2.5-0.5B, from its config.json."""
 
 
-def reward_function() -> Any:
-    spec = importlib.util.spec_from_file_location("gsm8k_reward", SBATCH / "gsm8k_reward.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.reward_func
-
-
 @pytest.mark.parametrize(
     ("response", "label", "reason", "right"),
     [
@@ -208,7 +198,7 @@ def reward_function() -> Any:
     ],
 )
 def test_the_reward(response: str, label: str, reason: str, right: float) -> None:
-    answer = reward_function()([response], [label], [reason])
+    answer = runpy.run_path(str(SBATCH / "gsm8k_reward.py"))["reward_func"]([response], [label], [reason])
     assert answer["rewards"] == answer["scores"] == [right]
 
 

@@ -20,6 +20,7 @@ from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.items import items_of
 from slurm_rlhf.rewards.presets import Preset
 
+MARKS_OF_FIXTURES = {"written": "slow"}
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 
 
@@ -38,14 +39,12 @@ def summands(row: dict[str, str]) -> tuple[int, ...]:
     return tuple(sorted(int(number) for number in row["input"].removesuffix("=").split("+")))
 
 
-@pytest.mark.slow
 def test_no_problem_is_in_two_files_or_twice(written: Path) -> None:
     problems = [summands(row) for name in ("sft", "train", "eval") for row in rows(written / f"{name}.jsonl")]
     assert len(problems) == len(set(problems))
     assert len(rows(written / "eval.jsonl")) >= 512
 
 
-@pytest.mark.slow
 def test_labels_are_right_and_demonstrations_careless_about_one_carry(written: Path) -> None:
     for name in ("train", "eval"):
         assert all(int(row["label"]) == sum(summands(row)) for row in rows(written / f"{name}.jsonl"))
@@ -56,7 +55,6 @@ def test_labels_are_right_and_demonstrations_careless_about_one_carry(written: P
     assert sum(map(bool, missing)) / sum(carries) == pytest.approx(0.8, abs=0.02)
 
 
-@pytest.mark.slow
 def test_the_model_is_a_tied_qwen2_of_a_million_parameters(written: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, assert_whole, generation_workspace, lines_of, written
-from slurm_cluster import CHECKOUT, OVER, Cluster
+from slurm_cluster import CHECKOUT, Cluster
 from training_runs import is_worker, summary
 from waiting import HANG_S
 
@@ -45,17 +45,13 @@ def submit(slurm: Cluster, config: Path, run_dir: Path, options: list[str], *ove
     return slurm.sbatch(*words, cwd=CHECKOUT)
 
 
-def shown(slurm: Cluster, job: str) -> dict[str, str]:
-    return dict(re.findall(r"([\w/]+)=(\S*)", slurm.run("scontrol", "show", "job", job)))
-
-
 def wait_for_lines(slurm: Cluster, file: Path, count: int) -> None:
     slurm.wait_until(lambda: written(file) >= count, f"line {count} of {file}")
 
 
 def requeue(slurm: Cluster, job: str, restarts: int, *changes: str) -> None:
     slurm.run("scontrol", "requeue", job)
-    slurm.wait_until(lambda: shown(slurm, job)["Restarts"] == str(restarts), f"restart {restarts}")
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == str(restarts), f"restart {restarts}")
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", *changes)
 
 
@@ -73,10 +69,8 @@ def kill_a_rank(slurm: Cluster, run_dir: Path, node: str) -> int:
 
 
 def wait_completed(slurm: Cluster, job: str, log: Path) -> None:
-    slurm.wait_until(lambda: shown(slurm, job)["JobState"] in OVER, f"the end of job {job}")
-    said = log.read_text()
-    assert shown(slurm, job)["JobState"] == "COMPLETED", said
-    assert "Traceback" not in said
+    assert slurm.wait_over(job) == ("COMPLETED", 0), log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def test_tasks_of_an_array_lose_an_engine_and_a_requeue_and_merge_to_every_row(slurm: Cluster, config: Path) -> None:
@@ -85,7 +79,7 @@ def test_tasks_of_an_array_lose_an_engine_and_a_requeue_and_merge_to_every_row(s
     job = submit(slurm, config, run_dir, ["--array=0-1", "--nodes=1", "--gres=gpu:2"])
     shards = [run_dir / "shard_00000", run_dir / "shard_00001"]
     wait_for_lines(slurm, shards[0] / "output.jsonl", 12)
-    kill_a_rank(slurm, shards[0], shown(slurm, f"{job}_0")["NodeList"])
+    kill_a_rank(slurm, shards[0], slurm.job(f"{job}_0")["NodeList"])
     wait_for_lines(slurm, shards[1] / "output.jsonl", 12)
     requeue(slurm, f"{job}_1", 1)
     wait_completed(slurm, f"{job}_0", Path(f"{run_dir}.0.log"))
@@ -123,7 +117,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
         slurm.drain("gpu001")
         before = written(output)
         wait_for_lines(slurm, output, before + 16)
-        assert shown(slurm, job)["JobState"] == "RUNNING"
+        assert slurm.job(job)["JobState"] == "RUNNING"
         assert int(engine) not in {line["engine"] for line in lines_of(output)[before:]}
         first = requeued_on(slurm, job, output, 1, ["gpu002"])
 
@@ -149,8 +143,8 @@ def requeued_on(slurm: Cluster, job: str, output: Path, restarts: int, nodes: li
     size = len(nodes)
     requeue(slurm, job, restarts, f"NumNodes={size}", f"NumTasks={size}", f"NumCPUs={4 * size}")
     kept = output.read_bytes()
-    slurm.wait_until(lambda: shown(slurm, job)["JobState"] == "RUNNING", f"start {restarts + 1}")
-    assert slurm.run("scontrol", "show", "hostnames", shown(slurm, job)["NodeList"]).split() == nodes
+    slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", f"start {restarts + 1}")
+    assert slurm.run("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split() == nodes
     return kept[: kept.rfind(b"\n") + 1]
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from programs import write_program
 from slurm_cluster import CHECKOUT, COMMAND, Cluster
 from training_runs import finished, metrics, timeless, workspace
 
@@ -137,9 +138,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     for name in ("torch", "vllm", "deepspeed", "transformers"):
         (poison / name).mkdir(parents=True)
         (poison / name / "__init__.py").write_text("raise ImportError('not on the host')\n")
-    program.parent.mkdir()
-    program.write_text(APPTAINER.format(log=slurm.shared / "apptainer.log"))
-    program.chmod(0o755)
+    write_program(program, APPTAINER.format(log=slurm.shared / "apptainer.log"))
     script = slurm.shared / "chain.sh"
     python = CHECKOUT / ".venv" / "bin" / "python"
     words = {"command": COMMAND, "config": config, "run_dir": run_dir, "python": python}

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_cluster import CHECKOUT, Cluster
+from slurm_cluster import COMMAND, Cluster
 from stage_runs import make_sums
 from training_runs import finished, metrics, timeless, workspace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
-COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
 WORLD = (
     *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
     *("--train.max_steps=2", "--train.threads_per_rank=1"),

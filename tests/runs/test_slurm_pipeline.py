@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from pipeline_files import BASE, CHAIN, CHAIN_BASE, FILE, RUN, chain, made
+from pipeline_files import BASE, CHAIN, CHAIN_BASE, CHAIN_DONE, FILE, RUN, chain, made
 from slurm_cluster import CHECKOUT, COMMAND, Cluster
 from sums_task import toml
 
@@ -85,12 +85,7 @@ def test_from_a_base_model_to_an_evaluated_policy(slurm: Cluster) -> None:
     assert ended(slurm, file) == ["rm", "ppo", "judged"]
     assert [path.name for path in sorted(out.glob("*.1"))] == ["judged.1", "ppo.1", "rm.1"]
     lines = slurm.run(COMMAND, "status", str(out)).splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["sft", "sft", "done:"],
-        ["rm", "rm", "done:"],
-        ["ppo", "train", "done:"],
-        ["judged", "eval", "done:"],
-    ]
+    assert [line.split()[:3] for line in lines] == CHAIN_DONE
     print(*lines, slurm.run(COMMAND, "report", str(out), f"--output={out}.html"), sep="\n", flush=True)
     assert slurm.left(out, *slurm.names) == []
 

@@ -24,10 +24,8 @@ NOT_QUICK = [word for word in PLACES if not word.startswith("--preflight")]
 FOUR = ["--nodes=4", "--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=4", "--mem=4000"]
 SCRIPT = """#!/bin/bash
 export PYTHONPATH=/tmp/site${{PYTHONPATH:+:$PYTHONPATH}}
-{before}
 {command} preflight {config} --run_dir={run_dir} --json {words}
 echo "status $?"
-{after}
 """
 
 
@@ -36,14 +34,11 @@ def config(slurm: Cluster) -> Path:
     return workspace(slurm.shared / "work")
 
 
-def preflight(
-    slurm: Cluster, config: Path, run_dir: Path, before: str = "", after: str = ""
-) -> tuple[dict[str, Any], int]:
+def preflight(slurm: Cluster, config: Path, run_dir: Path) -> tuple[dict[str, Any], int]:
     """One preflight of four nodes: its report and its exit code."""
     script = run_dir.with_suffix(".sh")
     words = " ".join(NOT_QUICK)
-    text = SCRIPT.format(command=COMMAND, config=config, run_dir=run_dir, words=words, before=before, after=after)
-    script.write_text(text)
+    script.write_text(SCRIPT.format(command=COMMAND, config=config, run_dir=run_dir, words=words))
     job = slurm.sbatch(*FOUR, f"--output={run_dir}.log", str(script))
     slurm.wait_over(job)
     printed = said(run_dir)

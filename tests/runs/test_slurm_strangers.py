@@ -26,10 +26,8 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
 
     job = slurm.submit(config, run_dir, NODES, *SMALL, *LENGTH)
     words = f"--run_dir={run_dir}"
-    slurm.wait_until(lambda: any("--endpoint=" in line for line in lines(slurm, words)), "a rank")
-    endpoint = (
-        next(line for line in lines(slurm, words) if "--endpoint=" in line).partition("--endpoint=")[2].split()[0]
-    )
+    slurm.wait_until(lambda: "--endpoint=" in "\n".join(slurm.left(run_dir, *slurm.names[:2])), "a rank")
+    endpoint = "\n".join(slurm.left(run_dir, *slurm.names[:2])).partition("--endpoint=")[2].split()[0]
     recorded = record(endpoint, RunKeys.load(run_dir / ".control" / "keys.json"), "actor", 2)
 
     def ports() -> list[Listening]:
@@ -56,10 +54,6 @@ def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: 
     assert any("slurm_rlhf.ranks.torchrun" in each.command for each in strangers.met)
     assert counted(log)["connections refused"] > 10
     assert timeless(metrics(run_dir)) == timeless(metrics(calm))
-
-
-def lines(slurm: Cluster, words: str) -> list[str]:
-    return [line for node in slurm.names[:2] for _, line in slurm.numbered(node) if words in line]
 
 
 def over(slurm: Cluster, job: int) -> bool:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from holds import Holds
 from sums_task import PACE
-from training_runs import Run, workspace
+from training_runs import Run
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
@@ -28,11 +28,6 @@ SMALL = (
     *("--slurm.time=30", "--slurm.signal_lead_s=60"),
 )
 """An actor rank and an engine."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("runs"))
 
 
 def submitted(config: Path, run_dir: Path, *overrides: str) -> tuple[Any, Run]:

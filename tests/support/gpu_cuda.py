@@ -24,10 +24,7 @@ class Properties:
     total_memory: int
     major: int = 9
     minor: int = 0
-    multi_processor_count: int = 132
-    pci_domain_id: int = 0
     pci_bus_id: int = 0
-    pci_device_id: int = 0
 
 
 def properties_in_torch() -> set[str]:
@@ -134,9 +131,6 @@ class Cuda:
 
     def stream(self, stream: Any) -> Any:
         return self.StreamContext(stream)
-
-    def is_current_stream_capturing(self) -> bool:
-        return False
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return self._memory.total - self.memory_allocated(device), self._memory.total

@@ -94,9 +94,6 @@ class ProcessGroupNCCL:
 
         return call
 
-    def _call_rank(self) -> int:
-        return self._rank
-
     def _call_size(self) -> int:
         return self._size
 

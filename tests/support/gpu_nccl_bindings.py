@@ -67,9 +67,6 @@ class FakeWork:
             self._group._streams.learn(self._clock)
         return self.over()
 
-    def is_success(self) -> bool:
-        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
-
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.synchronize()
         limit = timeout or (self._group._timeout if self._group._blocking else timedelta(0))

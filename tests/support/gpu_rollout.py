@@ -180,10 +180,3 @@ def imports() -> list[str]:
     ):
         import_vllm()
     return [name for name in asked if name.startswith("vllm.v1.engine.llm_engine") or "flash_attn" in name]
-
-
-def attention() -> str:
-    """Return the attention backend that the running engine reports."""
-    import rollout_engine
-
-    return str(rollout_engine.engine.status.attention)

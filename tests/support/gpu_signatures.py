@@ -118,7 +118,7 @@ class Stub:
         for part in name.split("."):
             scope = next(node for node in scope.body if isinstance(node, ast.ClassDef) and node.name == part)
         for base in scope.bases:
-            self._take(_parsed_of(scope), ast.unparse(base))
+            self._take(_TREES[id(scope)], ast.unparse(base))
         methods: dict[str, list[inspect.Signature]] = {}
         for node in scope.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -145,10 +145,6 @@ def _parsed(path: Path) -> ast.Module:
     for node in ast.walk(tree):
         _TREES[id(node)] = tree
     return tree
-
-
-def _parsed_of(node: ast.AST) -> ast.Module:
-    return _TREES[id(node)]
 
 
 def _stubbed(node: ast.FunctionDef, static: bool) -> inspect.Signature:

@@ -82,7 +82,7 @@ class FakeCuda:
 
     def _install(self, put: Callable[[Any], Any]) -> None:
         for name, real in list(vars(torch.cuda).items()):
-            if name.startswith("_") or not callable(real) or not _public(real):
+            if name.startswith("_") or not callable(real) or not str(real.__module__).startswith("torch.cuda"):
                 continue
             fake = getattr(self.cuda, name, None)
             if fake is None:
@@ -124,10 +124,6 @@ def fake_cuda(gpus: Sequence[str] = ("GPU-a",), memory: int = 80 << 30) -> Itera
         yield fake
     finally:
         fake.remove()
-
-
-def _public(real: Any) -> bool:
-    return str(getattr(real, "__module__", "")).startswith("torch.cuda")
 
 
 def _absent(name: str) -> Callable[..., Any]:

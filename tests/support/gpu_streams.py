@@ -98,7 +98,6 @@ class Streams:
                 self._clock: Clock = {}
                 self._pending: list[Any] = []
                 self._busy_until = -1.0  # it was not recorded
-                self._timed = enable_timing
 
             def record(self, stream: Any = None) -> None:
                 stream = stream or owner.current()
@@ -128,11 +127,6 @@ class Streams:
             def _known(self) -> None:
                 if self._busy_until < 0:
                     raise StreamRace("an event that was never recorded is over at once: it says nothing")
-
-            def elapsed_time(self, end_event: Event) -> float:
-                if not (self._timed and end_event._timed):
-                    raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-                return 1.0
 
         self.Stream, self.Event = Stream, Event
         self.default = Stream()

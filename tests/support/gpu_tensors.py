@@ -153,14 +153,11 @@ class DeviceMode(TorchFunctionMode):
         if (on_gpu or target != CPU) and (fresh or writes or name in _WAITING):
             read = [each for place, each in enumerate(given) if sources[place] != CPU]
             self._streams.touched(read, [*fresh, *(each for each in writes if self.where(each) != CPU)])
-        self._note_wait(name, on_gpu, here, kwargs, args)
-        return result
-
-    def _note_wait(self, name: str, on_gpu: Any, here: Any, kwargs: dict[str, Any], args: Any) -> None:
         waits = name in _WAITING or (name == "copy_" and len(here) > 1 and not _quick(args, kwargs))
         if on_gpu and waits:
             self._syncs[name] += 1
             self._streams.current().synchronize_quietly()
+        return result
 
     def _on_cpu(self, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device | None, Any, dict[str, Any]]:
         """The device that the arguments name, and the arguments with the CPU in its place."""

@@ -74,14 +74,11 @@ def _logprobs(place: Place, dtype: str) -> Finding:
     print(figures)
     _bounded(mean, largest, dtype)
     assert stale > 3 * MEAN[dtype], f"another policy is only {stale:.2e} away: the comparison would not see old weights"
-    said = f"mean {mean:.1e}, largest {largest:.1e} per token, also after an update; model runner {_runner()}"
+    # vLLM's model runner: V2 lies in folders of its own, V1 in their parent.
+    module = type(rollout_engine.engine._core.llm.model_executor.driver_worker.model_runner).__module__
+    runner = f"{'V2' if '.model_runner' in module else 'V1'} ({module})"
+    said = f"mean {mean:.1e}, largest {largest:.1e} per token, also after an update; model runner {runner}"
     return Finding(said, figures)
-
-
-def _runner() -> str:
-    """vLLM's model runner: V2 lies in folders of its own, V1 in their parent."""
-    runner = type(rollout_engine.engine._core.llm.model_executor.driver_worker.model_runner)
-    return f"{'V2' if '.model_runner' in runner.__module__ else 'V1'} ({runner.__module__})"
 
 
 def _bounded(mean: float, largest: float, dtype: str) -> None:

@@ -13,7 +13,6 @@ from sync_fleet import Fleet
 from sync_peer import hold, make_weights
 
 from slurm_rlhf.errors import SyncBroken
-from slurm_rlhf.weights.ends import Sender
 
 ACTORS, ENGINES = 2, 2
 DYING = 2.0
@@ -44,7 +43,7 @@ def repair(place: Place) -> Finding:
         dying.tell("update", version=2, at=2, act="die")
         fine.tell("update", version=2)
         with pytest.raises(SyncBroken, match=rf"pid {dying.pid}\) died"):
-            sender.push(_held(2), 2)
+            sender.push(hold(make_weights(2), 0, ACTORS), 2)
         began = time.monotonic()
         for peer in (slow, fine):
             stated = peer.answer()
@@ -68,19 +67,14 @@ def _conform(place: Place, backend: str) -> Finding:
         conform(fleet, Path(place.scratch, "sync"), backend)
         fleet.dismiss()
         sender = fleet.sender(ENGINES, actors=ACTORS, zero=3, backend=backend, directory=place.scratch)
-        rate = _rate(fleet, sender)
+        began = time.monotonic()
+        fleet.update(sender, 9)  # small and with hashing, so no measure of the link
+        rate = sender.plan.payload / (time.monotonic() - began)
     finally:
         fleet.end()
     ranks = f"{ACTORS} + {ENGINES} ranks on {len(place.gpus[:4]) if backend == 'nccl' else 1} GPU"
     where = "ranks on CPUs" if place.rehearse else ranks
     return Finding(f"{backend}: every byte arrived, {where}", {"backend": backend, "bytes_per_s": rate})
-
-
-def _rate(fleet: Fleet, sender: Sender) -> float:
-    """Bytes per second of one compared update; small and with hashing, so no measure of the link."""
-    began = time.monotonic()
-    fleet.update(sender, 9)
-    return sender.plan.payload / (time.monotonic() - began)
 
 
 def _fleet() -> Fleet:
@@ -91,7 +85,3 @@ def _fleet() -> Fleet:
 
         torch.cuda.set_device(0)
     return Fleet(warm=False)
-
-
-def _held(version: int) -> dict[str, object]:
-    return hold(make_weights(version), 0, ACTORS)

@@ -136,20 +136,18 @@ class Strangers:
         if port.kind == "udp":
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
                 stranger.sendto(data[:1000], (port.address, port.port))
-            self.sent[kind] += 1
-            self.met.add(port)
-            return
-        try:
-            stranger = socket.create_connection((port.address, port.port), timeout=5)
-        except OSError:
-            self.refused += 1
-            return
-        with contextlib.suppress(OSError):
-            stranger.sendall(data)
+        else:
+            try:
+                stranger = socket.create_connection((port.address, port.port), timeout=5)
+            except OSError:
+                self.refused += 1
+                return
+            with contextlib.suppress(OSError):
+                stranger.sendall(data)
+            if kind == "half a message" and self._open[port.port] < HALF_OPEN:
+                self._open[port.port] += 1
+                self._held.append(stranger)
+            else:
+                stranger.close()
         self.sent[kind] += 1
         self.met.add(port)
-        if kind == "half a message" and self._open[port.port] < HALF_OPEN:
-            self._open[port.port] += 1
-            self._held.append(stranger)
-        else:
-            stranger.close()

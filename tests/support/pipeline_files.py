@@ -95,6 +95,9 @@ CHAIN_BASE = {
 }
 RUN = {**CONFIG, "algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0.0, "train.max_steps": 1}
 
+CHAIN_DONE = [["sft", "sft", "done:"], ["rm", "rm", "done:"], ["ppo", "train", "done:"], ["judged", "eval", "done:"]]
+"""The first words of what `status` says of it at its end, a stage each."""
+
 
 def chain(root: Path) -> Path:
     """A pipeline of sft, rm, PPO's kin against that reward model and an evaluation, and its inputs."""

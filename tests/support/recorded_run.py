@@ -67,7 +67,11 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
         for place in range(2):
             append_line(directory.samples, asdict(sample(step, place, draw)))
         if step == steps // 2:
-            _requeue(events, clock, step)
+            events.append("checkpoint", step, "saved in 2.0 s")
+            events.append("stop", step, f"stopped by SIGUSR1; saved at step {step}")
+            events.append("requeue", step, "asks to go on later, because SIGUSR1")
+            clock.now += 60
+            events.append("resume", step, f"step {step}")
         if step == steps // 3:
             events.append("warning", step, "warning: engine 1 on gpu002 is far below its peers")
     events.append("finish", steps, f"{steps} steps")
@@ -104,14 +108,6 @@ def _evaluation(directory: RunDirectory, steps: int) -> None:
         path = directory.evaluations / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(figures))
-
-
-def _requeue(events: EventLog, clock: Clock, step: int) -> None:
-    events.append("checkpoint", step, "saved in 2.0 s")
-    events.append("stop", step, f"stopped by SIGUSR1; saved at step {step}")
-    events.append("requeue", step, "asks to go on later, because SIGUSR1")
-    clock.now += 60
-    events.append("resume", step, f"step {step}")
 
 
 def _calls(spans: CallSpans, clock: Clock, draw: random.Random) -> None:

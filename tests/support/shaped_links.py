@@ -54,22 +54,19 @@ class Links:
             run("ip", "-n", self._name(here), "route", "del", "blackhole", f"{self.address(there)}/32")
 
     def make(self, rate: str) -> None:
+        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
         run("ip", "link", "add", f"{self._tag}br", "type", "bridge")
         run("ip", "link", "set", f"{self._tag}br", "up")
         for node in self.nodes:
             run("ip", "netns", "add", self._name(node))
             run("ip", "-n", self._name(node), "link", "set", "lo", "up")
-            outer = f"{self._tag}v{self.nodes.index(node)}"
-            self._attach(node, outer, "eth0", f"{self._tag}br", self.address(node), rate)
-
-    def _attach(self, node: str, outer: str, inner: str, bridge: str, address: str, rate: str) -> None:
-        space, shape = self._name(node), ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
-        run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
-        run("ip", "link", "set", outer, "master", bridge, "up")
-        run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
-        run("ip", "-n", space, "link", "set", inner, "up")
-        run("tc", "qdisc", "add", "dev", outer, *shape)
-        run(*self.inside(node), "tc", "qdisc", "add", "dev", inner, *shape)
+            outer, space = f"{self._tag}v{self.nodes.index(node)}", self._name(node)
+            run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
+            run("ip", "link", "set", outer, "master", f"{self._tag}br", "up")
+            run("ip", "-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
+            run("ip", "-n", space, "link", "set", "eth0", "up")
+            run("tc", "qdisc", "add", "dev", outer, *shape)
+            run(*self.inside(node), "tc", "qdisc", "add", "dev", "eth0", *shape)
 
     def remove(self) -> None:
         for index, node in enumerate(self.nodes):

@@ -110,11 +110,11 @@ class Cluster:
         """
         self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
 
-    def job(self, number: int) -> dict[str, str]:
-        """Read the fields of `scontrol show job`: JobState, ExitCode, NodeList, ..."""
+    def job(self, number: int | str) -> dict[str, str]:
+        """Read the fields of `scontrol show job`: JobState, ExitCode, NodeList, ...; a task of an array is "7_0"."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def wait_over(self, number: int) -> tuple[str, int]:
+    def wait_over(self, number: int | str) -> tuple[str, int]:
         """(state, exit status) of a job that has ended on every node that still answers."""
         self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}")
         job = self.job(number)

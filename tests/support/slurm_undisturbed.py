@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from slurm_cluster import CHECKOUT, ENDLESS, PLACES, Cluster, said
@@ -66,18 +67,12 @@ def tiny(work: Path) -> tuple[str, ...]:
     )
 
 
-_calm: dict[int, Calm] = {}
-
-
+@cache
 def calm_run(slurm: Cluster) -> Calm:
-    """The run, made when it is asked for the first time; it is the same for all test modules."""
-    if id(slurm) not in _calm:
-        _calm[id(slurm)] = _run(slurm)
-    return _calm[id(slurm)]
+    """The run, made when it is asked for the first time; it is the same for all test modules.
 
-
-def _run(slurm: Cluster) -> Calm:
-    """Somebody holds thousands of ports of its first node. A save file must not end it, a stop file must."""
+    Somebody holds thousands of ports of its first node. A save file must not end it, a stop file must.
+    """
     run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm").parent
     job = slurm.sbatch(
         *("--hold", "--nodes=4", f"--output={run_dir}.log", "sbatch/ppo_32b.sh", f"--run_dir={run_dir}"),

@@ -17,11 +17,6 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        unmount(path)
-
-
-def unmount(path: Path) -> None:
-    """Take a file system away, whoever still uses it, and the empty directory."""
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-    with contextlib.suppress(OSError):
-        path.rmdir()
+        subprocess.run(["umount", "--lazy", str(path)], check=True)  # whoever still uses it
+        with contextlib.suppress(OSError):
+            path.rmdir()

@@ -60,26 +60,14 @@ def make_loop(
     state = RunState(**(load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
     saves = RunCheckpoints(checkpoints, state, step, reporting.saved, cadence, time.monotonic(), gpus)
-    evaluation = _evaluation(step, directory, eval_prompts, alongside)
+    evaluation = None
+    if eval_prompts is not None:
+        config = replace(step.config, eval=replace(step.config.eval, dataset="/data/sums.jsonl"))
+        (settings,) = data_sets(config)
+        sets = [EvalSet(settings, eval_prompts)]
+        evaluation = Evaluation(config, sets, directory.evaluations, step.generate, step.reward, alongside)
     loop = TrainingLoop(step, evaluation, state, saves, reporting, directory.final)
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
         saves.load(checkpoint, reporting.note)
     return loop
-
-
-def _evaluation(
-    step: TrainingStep, directory: RunDirectory, prompts: PromptSet | None, alongside: Sample | None
-) -> Evaluation | None:
-    if prompts is None:
-        return None
-    config = replace(step.config, eval=replace(step.config.eval, dataset="/data/sums.jsonl"))
-    (settings,) = data_sets(config)
-    return Evaluation(
-        config,
-        [EvalSet(settings, prompts)],
-        directory.evaluations,
-        step.generate,
-        step.reward,
-        alongside,
-    )

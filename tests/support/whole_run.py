@@ -1,12 +1,9 @@
-"""An undisturbed run of all roles on this machine: the one that others are compared with."""
+"""Words of the undisturbed runs on this machine that others are compared with: runs/conftest.py does them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
-from training_runs import finished, workspace
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"
@@ -28,34 +25,3 @@ class Whole:
     config: Path
     run_dir: Path
     output: str  # printed by the run
-
-    @property
-    def stated(self) -> tuple[Path, str]:
-        return self.run_dir, self.output
-
-
-_made: dict[int, Whole] = {}
-_small: dict[int, Path] = {}
-
-
-def whole_run(factory: pytest.TempPathFactory) -> Whole:
-    """A run of two actor ranks, a critic, a reference and two engines; made once for all modules of a session."""
-    if id(factory) not in _made:
-        file = workspace(factory.mktemp("runs"))
-        greedy = '{ path = "eval.jsonl", name = "greedy", temperature = 0, n_samples_per_prompt = 1 }'
-        sets = f'datasets = [{greedy}, {{ path = "eval.jsonl", name = "sampled", source_key = "label" }}]'
-        file.write_text(file.read_text().replace('dataset = "eval.jsonl"', sets))
-        run_dir = file.parent / "whole"
-        output = finished(file, run_dir, *WORLD)
-        _made[id(factory)] = Whole(file, run_dir, output)
-    return _made[id(factory)]
-
-
-def small_run(factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of an actor's rank, a critic and an engine, on the same files; made once as well."""
-    if id(factory) not in _small:
-        file = whole_run(factory).config
-        run_dir = file.parent / "small"
-        finished(file, run_dir, *SMALL)
-        _small[id(factory)] = run_dir
-    return _small[id(factory)]

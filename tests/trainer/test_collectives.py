@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from tiny_models import make_tiny
 from training_ranks import TEMPERATURE, as_rank, make_config, make_experience, torchrun
 
@@ -211,12 +212,6 @@ def answers(out: Path) -> list[dict[str, Any]]:
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def elements(path: Path) -> int:
-    from safetensors.torch import load_file
-
-    return sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
-
-
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_gradients_travel_once_a_step_or_behind_each_backward_pass(
     out: Path, answers: list[dict[str, Any]], case: tuple[int, str, str]
@@ -225,7 +220,7 @@ def test_gradients_travel_once_a_step_or_behind_each_backward_pass(
     heard = answers[0][name(case)]["heard"]
     assert heard == answers[1][name(case)]["heard"]
     sums = [call for call in heard if call[1] >= LARGE and not call[0].startswith("all_gather")]
-    whole = elements(out / "tied")
+    whole = sum(tensor.numel() for tensor in load_file(out / "tied" / "model.safetensors").values())
     precision = {"fp32": "float32", "bf16": "bfloat16"}[wanted]
     collective = "reduce_scatter_tensor" if stage == 3 else "all_reduce"
     assert sums == [[collective, whole, precision]] * (MICROS if stage >= 2 else 1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from programs import completed
-from waiting import HANG_S
 
 from slurm_rlhf.trainer.distributed import barrier
 
@@ -70,9 +69,7 @@ dist.all_reduce(torch.ones(1))
 def test_a_process_ends_while_gloo_lets_go_of_its_last_tensor() -> None:
     """Its threads come late: without the mend they abort nearly every such process, with SIGABRT."""
     alone = {name: value for name, value in os.environ.items() if name != "RANK"}
-    done = subprocess.run(
-        [sys.executable, "-c", LATE], env=alone, stderr=subprocess.PIPE, text=True, timeout=HANG_S, check=False
-    )
+    done = completed([sys.executable, "-c", LATE], env=alone)
     assert (done.returncode, done.stderr) == (0, "")
 
 

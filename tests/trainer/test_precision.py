@@ -71,8 +71,8 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
     for fragment in trainer.backend.shards(head, "optimizer"):
         master[fragment.start : fragment.start + fragment.tensors["fp32"].numel()] = fragment.tensors["fp32"]
     torch.distributed.all_reduce(master)
-    stored = {name: value for name, value in parameters(trainer).items() if name == "value_head.weight"}
-    answers |= {"master": master, "stored": stored["value_head.weight"], "expected": seen[0].float() @ master}
+    stored = parameters(trainer)["value_head.weight"]
+    answers |= {"master": master, "stored": stored, "expected": seen[0].float() @ master}
 
     directory = out / f"critic{stage}"
     directory.mkdir(exist_ok=True)

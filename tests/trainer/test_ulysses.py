@@ -16,7 +16,7 @@ import pytest
 import torch
 from random_models import make_model
 from tiny_models import make_reward
-from training_ranks import as_rank, make_config, share, torchrun
+from training_ranks import as_rank, make_config, parameters, share, torchrun
 
 from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.layout import Layout
@@ -115,10 +115,6 @@ def compute(name: str, models: Path, size: int) -> dict[str, Any]:
         assert equal(parameters(trainer), found["after"])
         assert np.array_equal(trainer.logprobs(exp, everything)["logprobs"], before)
     return found
-
-
-def parameters(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: p.float().clone() for name, p in trainer.backend.gathered(trainer.backend.module)}
 
 
 def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import zmq
 from control_peer import INTERVAL, LIMIT, ask, received, start_conductor, start_peer, stop_peer
+from programs import completed
 from waiting import HANG_S, until
 
 from slurm_rlhf.errors import CallTimeout, RoleDied
@@ -302,13 +303,8 @@ def test_a_process_that_fails_without_closing_its_client_ends(run: Run) -> None:
         "client.connect(float(sys.argv[3]))\n"
         "client.event('big', array=numpy.zeros(20_000_000)); raise SystemExit(7)"
     )
-    process = subprocess.run(
-        [sys.executable, "-c", code, run.server.endpoint(), str(run.key_file), str(HANG_S)],
-        cwd=Path(__file__).resolve().parents[2],
-        timeout=HANG_S,
-        check=False,
-    )
-    assert process.returncode == 7
+    words = [sys.executable, "-c", code, run.server.endpoint(), str(run.key_file), str(HANG_S)]
+    assert completed(words).returncode == 7
 
 
 IDLE = """
@@ -333,7 +329,7 @@ with ControlServer(keys) as server:
 def test_idle_ends_cost_next_to_nothing(tmp_path: Path) -> None:
     """A conductor's end and 12 ranks have the default heartbeat, in a process that has nothing else to do."""
     command = [sys.executable, "-c", IDLE, str(tmp_path / "keys.json"), str(HANG_S)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
+    done = completed(command, check=True)
     print(f"13 ends were woken {done.stdout.strip()} times in 3 s")
     assert int(done.stdout) < 13 * 3 * 50  # a thread that asks every 10 ms is woken a hundred times in a second
 
@@ -360,7 +356,7 @@ time.sleep(float(sys.argv[3]))
 def test_a_rank_without_memory_for_its_heartbeats_ends(tmp_path: Path, how: str) -> None:
     """Memory ends as under `ulimit -v`: a process that lived on would be said to hold the interpreter's lock."""
     words = [sys.executable, "-c", MEMORYLESS, str(tmp_path / "keys"), how, str(HANG_S)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
+    done = completed(words)
     assert done.returncode == 1
     if how == "aloud":
         assert done.stderr.splitlines()[-2:] == ["MemoryError", THREAD_FAILED]
