@@ -18,18 +18,9 @@ def page(topic: str) -> str:
     """Return the Markdown of a page. Raises ConfigError for a topic that is not there, naming the nearest."""
     if topic not in TOPICS:
         raise ConfigError(f"there is no page {topic!r}{meant(topic, TOPICS)} (pages: {', '.join(TOPICS)})")
-    if topic != "keys":
-        return (_PAGES / f"{topic}.md").read_text(encoding="utf-8")
-    lines = [*_HEAD.splitlines()]
-    group: str | None = None
-    for key in all_keys().values():  # a table for each group, in the order of the schema
-        if key.group != group:
-            group = key.group
-            about = documentation().get(group, "")
-            lines += ["", f"## {group or 'run'}", "", *([about, ""] if about else [])]
-            lines += ["| key | takes | default | |", "|---|---|---|---|"]
-        lines.append(_row(key))
-    return "\n".join(lines) + "\n"
+    if topic == "keys":
+        return key_reference()
+    return (_PAGES / f"{topic}.md").read_text(encoding="utf-8")
 
 
 def contents() -> str:
@@ -43,6 +34,20 @@ _HEAD = """# Reference of all keys
 You look up a key: its type, its default, what it does. A run is a TOML file with these keys (`[actor]` and below it
 `num_nodes = 2`); each can be given on the command line as well (`--actor.num_nodes=2`), which wins.
 """
+
+
+def key_reference() -> str:
+    """Return a Markdown page with a table for each group, in the order of the schema."""
+    lines = [*_HEAD.splitlines()]
+    group: str | None = None
+    for key in all_keys().values():
+        if key.group != group:
+            group = key.group
+            about = documentation().get(group, "")
+            lines += ["", f"## {group or 'run'}", "", *([about, ""] if about else [])]
+            lines += ["| key | takes | default | |", "|---|---|---|---|"]
+        lines.append(_row(key))
+    return "\n".join(lines) + "\n"
 
 
 def _row(key: Key) -> str:
