@@ -21,9 +21,9 @@ import msgspec
 
 from slurm_rlhf.environments._transformers import tokenizer_class
 from slurm_rlhf.environments.executor import EXECUTOR, executor_of
-from slurm_rlhf.environments.inner_class import inner_class
 from slurm_rlhf.environments.records import Answer, Begun, EnvironmentInfo, Messages, Start, Turn
-from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, schemas_of, tools_of
+from slurm_rlhf.environments.script import script_class
+from slurm_rlhf.environments.user_class import UserClass, answer_calls, columns_of, reuse, schemas_of, tools_of
 from slurm_rlhf.errors import EpisodeError, meant
 from slurm_rlhf.user_files import file_and_name, functions_in, run_file
 
@@ -173,11 +173,11 @@ def kind_of(made: type) -> str:
     return "text" if free else "tools" if tools_of(made) else ""
 
 
-def load(file: Path, name: str = "") -> dict[str, type]:
+def load(file: Path, name: str = "", started: bool = False) -> dict[str, type]:
     """Run the user's file; return its environments by the name in the column `environment`, "" if there is but one.
 
     `name`: what to take from the file: a class, several by name, a function, which is the tool, or a list of functions.
-    Raises EpisodeError for a file without a usable class.
+    `started`: the file is a script that got arguments. Raises EpisodeError for a file without a usable class.
     """
     _agent_module()
     module = run_file(file, KEY, EpisodeError)
@@ -186,10 +186,12 @@ def load(file: Path, name: str = "") -> dict[str, type]:
     if all(map(inspect.isfunction, functions)):  # as TRL's trainer takes tools
         own = {one.__name__: staticmethod(one) for one in functions}
         chosen = type(file.stem, (), {"reset": lambda self: None, "__module__": module.__name__, **own})
-    if name and chosen is None and (chosen := inner_class(module, file, f"{KEY}: {file}", name)) is None:
+    if started or (name and chosen is None):
+        chosen = _of_script(module, file, name, started) or chosen
+    if name and chosen is None:
         known = [one for one, made in vars(module).items() if getattr(made, "__module__", "") == module.__name__]
         raise EpisodeError(f"{KEY}: {file} does not define {name}{meant(name, known)}; it has {', '.join(known)}")
-    if not name and not isinstance(chosen, Mapping):
+    if not name and not isinstance(chosen, Mapping | type):
         chosen = _the_class(module, file)
     found: dict[str, Any] = dict(chosen) if isinstance(chosen, Mapping) else {"": chosen}
     for entry, made in found.items():
@@ -211,11 +213,18 @@ def _the_class(module: ModuleType, file: Path) -> Any:
         return executor
     agents = [one for one in own if kind_of(one) == "agent"]
     fit = agents or [one for one in own if kind_of(one)]
-    if len(fit) == 1 or (not fit and (inside := inner_class(module, file, f"{KEY}: {file}")) is not None):
+    if len(fit) == 1 or (not fit and (inside := _of_script(module, file, "", False)) is not None):
         return fit[0] if fit else inside
     what = f"several classes could be it ({', '.join(one.__name__ for one in fit)})" if fit else f"no class {CLASS}"
     fix = f"name it {CLASS}, or in the key, {file.name}:NAME, or several in {SEVERAL} = {{name: class}}"
     raise EpisodeError(f"{KEY}: {file}: {what}: {fix}; {PAGE}")
+
+
+def _of_script(module: ModuleType, file: Path, name: str, started: bool) -> Any:
+    """Return what `script_class` finds. Its instances are used again, as TRL does."""
+    if (made := script_class(module, file, f"{KEY}: {file}", name, started)) is not None:
+        reuse(made)
+    return made
 
 
 def _agent_module() -> ModuleType:
@@ -239,7 +248,7 @@ class Instances:
         self.file = Path(path)
         before, sys.argv = sys.argv, [path, *arguments]
         try:
-            self.classes = load(self.file, name)
+            self.classes = load(self.file, name, bool(arguments))
         finally:
             sys.argv = before
         if EXECUTOR in map(kind_of, self.classes.values()):

@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 import typing
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ class UserClass:
 
     def __init__(self, made: Any, file: Path) -> None:
         self.made, self.file, self.loop = made, file, asyncio.new_event_loop()
-        self.used = _USED[made].pop() if _USED[made] else None
+        self.used = _USED[made].pop() if _USED.get(made) else None
         self.instance: Any = made.__new__(made) if self.used is None else self.used
 
     def call(self, name: str, *arguments: Any, **named: Any) -> Any:
@@ -88,7 +88,7 @@ class UserClass:
     def end(self) -> Answer:
         """End the episode, over or not. Raises EpisodeError."""
         self.close()
-        if "<locals>" in self.made.__qualname__ and not hasattr(self.instance, "close"):
+        if self.made in _USED and not hasattr(self.instance, "close"):
             _USED[self.made].append(self.instance)
         return Answer()
 
@@ -106,9 +106,14 @@ class UserClass:
         self.loop.close()
 
 
-_USED: defaultdict[type, list[Any]] = defaultdict(list)
+_USED: dict[type, list[Any]] = {}
 """Class of a script -> instances that play no episode now. TRL resets them for the next one, and those of its scripts
 never close their connections."""
+
+
+def reuse(made: type) -> None:
+    """Let instances without `close` play one episode after the other."""
+    _USED.setdefault(made, [])
 
 
 def columns_of(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
