@@ -131,6 +131,10 @@ class PromptOrder:
                 f"restore it, or start a new run in another --{directory}"
             )
 
+    def rewind(self) -> None:
+        """Go back to the first place."""
+        self.place, self.again = 0, []
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved. Raises CheckpointError as `check` does."""
         self.check(state)

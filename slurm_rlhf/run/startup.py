@@ -93,7 +93,7 @@ class Startup:
         self._checkpoints = None
         if self.run.reporting.gpus is not None:
             self._gpu_sums = self.run.reporting.gpus.state_dict()
-        self.inputs.order.place, self.inputs.order.again = 0, []
+        self.inputs.order.rewind()
         environment = role_environment(self.run.config, self.run.ranks, len(os.sched_getaffinity(0)))
         self.supervisor.start_again(roles, self.run.ranks, environment)
         return self._lead(checkpoint)
