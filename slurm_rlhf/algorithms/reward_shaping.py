@@ -173,11 +173,12 @@ def clip_warning(share: float, warned: float, clip_range: Sequence[float]) -> st
 
 
 def shape(
-    rewards: ArrayLike, experience: Experience, correct: Bool, groups: Groups, longest: int, how: Any
+    rewards: ArrayLike, experience: Experience, correct: Bool, groups: Groups, longest: ArrayLike, how: Any
 ) -> tuple[F64, dict[str, float]]:
     """Return the shaped rewards [N], and metrics of each setting that is on.
 
-    correct, groups [N]. longest: tokens that a response may have. how: the group `reward` of the configuration.
+    correct, groups [N]. longest: tokens that a response may have, [N] or one number; those of an episode are all after
+    its first prompt, observations, too. how: the group `reward` of the configuration.
 
     First `stop_properly` scales the reward, then the overlong and the length penalty are added, which it does not
     scale. (OpenRLHF scales last, so that with coefficient 0 a response that was cut off does better than one that
@@ -190,13 +191,13 @@ def shape(
     shaped = np.asarray(rewards, dtype=np.float64)
     reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
     counts = find_actions(experience.action_mask, experience.action_offsets).counts
-    lengths = np.where(reasons == REPETITION, longest, counts)
+    lengths, whole = (np.where(reasons == REPETITION, longest, each) for each in (counts, experience.response_lens))
     metrics: dict[str, float] = {}
     if how.stop_properly_penalty_coef < 1:
         before, shaped = shaped, stop_properly(shaped, reasons == STOP, how.stop_properly_penalty_coef)
         metrics["shaping/cut_off"] = _share(shaped < before)
     if how.overlong_buffer_len:
-        penalty = overlong_penalty(lengths, longest, how.overlong_buffer_len, how.overlong_penalty_factor)
+        penalty = overlong_penalty(whole, longest, how.overlong_buffer_len, how.overlong_penalty_factor)
         shaped = shaped + penalty
         metrics["shaping/overlong"] = _share(penalty < 0)
     if how.length_penalty_coef:
@@ -208,13 +209,13 @@ def shape(
     return shaped, metrics
 
 
-def overlong_penalty(lengths: ArrayLike, longest: int, buffer: int, factor: float) -> F64:
+def overlong_penalty(lengths: ArrayLike, longest: ArrayLike, buffer: int, factor: float) -> F64:
     """Compute -min(len - (L - buffer), buffer) / buffer * factor where that is below 0, else 0; [N].
 
     L = longest: from 0 at L - buffer tokens it falls to -factor at L. Source: Yu et al., DAPO (2025), arXiv 2503.14476,
     eq. 13, with OpenRLHF's factor.
     """
-    over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
+    over = np.asarray(lengths, dtype=np.float64) - (np.asarray(longest) - buffer)
     return -np.clip(over, 0, buffer) / buffer * factor
 
 

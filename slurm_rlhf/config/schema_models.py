@@ -181,10 +181,11 @@ class Reward:
     """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
     in the metrics is the share of those that it changes."""
     overlong_buffer_len: Annotated[int, NOT_NEGATIVE] = 0
-    """DAPO's penalty for long responses: over this many tokens before rollout.max_new_tokens the reward falls by
-    reward.overlong_penalty_factor; 0: none."""
+    """DAPO's penalty for long responses: over this many tokens before rollout.max_new_tokens (episodes of env.path:
+    before data.max_len, all turns and observations together) the reward falls by reward.overlong_penalty_factor; 0:
+    none."""
     overlong_penalty_factor: Annotated[float, POSITIVE] = 1.0
-    """Amount that the reward of a response of rollout.max_new_tokens tokens loses."""
+    """Amount that the reward of the longest possible response loses."""
     stop_properly_penalty_coef: Annotated[float, Range(high=1)] = 1.0
     """The reward of a response that was cut off is multiplied by this; a value below 0 replaces it (ProRL)."""
     length_penalty_coef: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -110,7 +110,8 @@ def fill_advantages(
     if scale is not None:
         rewards = reward_shaping.normalized(rewards, scale.with_batch(rewards))
     # A response is correct if its score, or without scores its reward, is above 0.
-    correct, longest = (judged.rewards if judged.scores is None else judged.scores) > 0, config.rollout.max_new_tokens
+    correct = (judged.rewards if judged.scores is None else judged.scores) > 0
+    longest = config.data.max_len - experience.prompt_lens if config.env.path else config.rollout.max_new_tokens
     groups = groups_of(config, experience)
     shaped, shaping = reward_shaping.shape(rewards, experience, correct, groups, longest, config.reward)
     inputs = AdvantageInputs(

@@ -116,6 +116,20 @@ def test_penalties_come_before_the_comparison_and_after_the_normalisation() -> N
     assert_allclose(batch.columns["advantages"], [-1, -1, 1, 1])  # rewards -1 - 1 and 1 - 1, whitened
 
 
+def test_an_episode_is_too_long_by_its_turns_and_observations_together() -> None:
+    """The limit is data.max_len, of which the prompt has a token; rollout.max_new_tokens is that of one turn."""
+    made = config("dr_grpo", 3, env__path="env.py", data__max_len=11, rollout__max_new_tokens=2)
+    made.reward.overlong_buffer_len = 4
+    batch = experience([3.0, 3.0, 3.0], [6, 8, 10])
+    batch.action_mask[[2, 3, 8, 9, 16]] = False
+    metrics = filled(made, batch)
+    assert {name: metrics[name] for name in metrics if name.startswith("shaping/")} == {
+        "shaping/overlong": pytest.approx(2 / 3),
+        "shaping/reward": 2.5,
+    }
+    assert_array_equal(batch.columns["advantages"][[0, 6, 14]], [0.5, 0, -0.5])
+
+
 def test_correct_is_what_the_scores_say_and_without_them_the_rewards() -> None:
     made = config("reinforce", 2, reward__length_penalty_coef=1.0, algo__advantage__no_whitening=True)
     rewards = np.float32([0.0, 2.0])
