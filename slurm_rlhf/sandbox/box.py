@@ -87,8 +87,9 @@ def bubblewrap(job: SandboxJob, program: Sequence[str]) -> list[str]:
 
 
 def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
-    """Give the program namespaces by Apptainer, whose image is the job's empty directory `image`."""
-    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths"]
+    """Give the program namespaces by Apptainer, whose image is the job's directory `image`."""
+    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--scratch", "/dev/shm"]
+    words += ["--no-mount", "cwd,hostfs,bind-paths,sys,home"]
     for path in (*job.readable, job.work):
         words += ["--bind", f"{path}:{path}:ro"]
     for name, value in variables(os.environ, HOME).items():
@@ -111,7 +112,7 @@ COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
 
 LACKS = {
     "bubblewrap": "",
-    "apptainer": "its /tmp has no limit of its own beyond the size of a file",
+    "apptainer": "its private /tmp, /dev and /dev/shm have the size that apptainer.conf says (64 MiB), not the limit's",
     "landlock": "files of others cannot be opened, but their names can be found; /tmp is a directory of the job's own "
     "instead of a private one; many files can fill the disk; programs get no signals and no sockets",
     NONE: "a program can read and write what you can, and reach the network",
@@ -178,7 +179,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
 
 
 def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
-    (work / "image").mkdir()
+    for mounted in ("dev", "proc", "tmp"):  # Apptainer mounts into directories that an image has
+        (work / "image" / mounted).mkdir(parents=True)
     for name, text in files.items():
         (work / name).write_text(text, encoding="utf-8", errors="surrogatepass")
     if user:

@@ -27,7 +27,8 @@ def test_bubblewrap_shares_nothing_and_writes_nowhere() -> None:
 
 def test_apptainer_has_the_flags_that_shut_the_host_out() -> None:
     words = " ".join(COMMANDS["apptainer"](JOB, ["python", "x.py"]))
-    assert "exec --cleanenv --containall --no-mount cwd,hostfs,bind-paths --bind /usr:/usr:ro " in words
+    assert "exec --cleanenv --containall --scratch /dev/shm --no-mount cwd,hostfs,bind-paths,sys,home --bind " in words
+    assert " --bind /usr:/usr:ro " in words
     assert words.endswith("--no-eval --pwd /tmp /tmp/job/image python x.py")
 
 
@@ -87,7 +88,9 @@ def test_auto_takes_the_best_that_works(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [kind for kind in COMMANDS if kind != "apptainer"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.full] * (kind == "apptainer")) for kind in COMMANDS]
+)
 def test_a_program_gets_its_input_and_files_and_its_end_is_reported(kind: str) -> None:
     code = "import sys; print(sys.stdin.read() + open(sys.argv[1]).read()); open('new', 'w').write('x'); sys.exit(3)"
     program = [sys.executable, "-IS", "-c", code, "{work}/name"]
