@@ -13,7 +13,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RoleDied, SyncBroken
+from slurm_rlhf.errors import RoleDied, SyncBroken, SyncError
 from slurm_rlhf.records import SyncReport
 from slurm_rlhf.weights import update
 from slurm_rlhf.weights.backends import TransportFailure
@@ -97,6 +97,18 @@ def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> N
     (lost,) = raised_by(lambda: sync.update(7))
     assert list(engines.given_up) == [5]
     assert "it hangs in a weight update that broke off" in str(lost)
+
+
+def test_an_update_that_is_always_cut_off_is_repeated_and_then_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(WeightSync, "connect", lambda sync, parameters, engines: joined.append(engines))
+    monkeypatch.setattr(WeightSync, "_join", lambda sync: joined.append("fallback"))
+    config = Config()
+    for config.sync.fallback, ways in (("none", [[]]), ("gloo", [[], "fallback"])):
+        with pytest.raises(SyncError, match=r"^rank 3 is silent$"):
+            WeightSync(config, Actor(), Engines({}), "node1").update(7)  # type: ignore[arg-type]
+        assert joined == ways
+        joined.clear()
 
 
 def test_an_actor_rank_reports_that_an_update_broke_off() -> None:
