@@ -24,6 +24,7 @@ from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.rewards.pooled import RemoteRewards, RewardServer
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
@@ -257,8 +258,11 @@ def test_a_server_that_is_at_fault_is_not_asked_before_the_time_that_it_names(
         with client(url(server)) as (source, _):
             monkeypatch.setattr(source.servers, "_pause", pauses.append)
             assert source(*sampled(["abc"])).rewards.tolist() == [3]
+            monkeypatch.setattr(timeouts, "SERVER_RETRY_S", 0.01)
+            source.servers.waits = lambda: pauses.append(2)
+            Servers._pause(source.servers, 0.025)  # says twice that it waits
     assert all(1 < pause <= 3 for pause in pauses)
-    assert len(pauses) == 2
+    assert len(pauses) == 4
     assert [_seconds(header) for header in ("120", "0.5", "-1", "", "soon", "nan")] == [120, 0.5, 0, 0, 0, 0]
 
 

@@ -79,6 +79,10 @@ def test_an_environment_counts_with_another_source_and_its_lost_episodes_are_ski
     assert component_weights(config) == {"environment": 1.0, "a": 0.5}
     config.reward.sources = []
     assert made_source(config) is episode_rewards
+    found[0].score, found[1].logs = 2.0, {"moves": 3.0}
+    own = episode_rewards(prompts, found)
+    assert own.scores is not None
+    assert (own.scores.tolist(), own.extra_logs["moves"].tolist()) == ([2, 0, 0], [3])
 
 
 FILE = """
