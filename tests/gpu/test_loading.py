@@ -47,6 +47,7 @@ def test_a_model_is_compared_on_its_gpu_as_it_trains(
     make_tiny(tmp_path / "m", layers=1, hidden=2 * head)
     with loading(ds, World(0, 1, torch.device("cpu"))) as stored:
         read_before(tmp_path / "m", stored, monkeypatch)
+        assert torch.is_autocast_enabled("cpu") is (stage == 0)
     calls: list[Any] = []
 
     def flash(

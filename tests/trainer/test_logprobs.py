@@ -191,8 +191,9 @@ def test_schedules(kind: str, step: int, expected: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_a_run_of_one_step_trains_at_the_peak(kind: str) -> None:
+def test_a_run_of_one_step_trains_at_the_peak_and_one_of_two_down_to_the_end(kind: str) -> None:
     assert learning_rate(0, Schedule(kind, 0.5, 1)) == 0.5
+    assert learning_rate(1, Schedule(kind, 0.5, 2)) == (0.5 if kind == "constant" else 0.0)
 
 
 # --- loss scale -------------------------------------------------------------------------------------------------------
