@@ -245,6 +245,8 @@ def test_places_that_are_given_back_come_first_and_none_is_lost(sizes: tuple[int
     assert sorted(used) == list(range(end))
     assert order.take(1) == []
     assert order.next() is None
+    order.rewind()
+    assert (order.left, order.again) == (end, [])
 
 
 def test_a_place_is_the_prompt_that_whole_batches_have_there() -> None:
