@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
-from slurm_rlhf.weights.bucket import Assembly, Pool, checksum, fill, host_checksum, verify
+from slurm_rlhf.weights.bucket import Assembly, Pool, _in_words, checksum, fill, host_checksum, verify
 from slurm_rlhf.weights.ends import span_source
 from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import routes
@@ -187,6 +187,16 @@ def test_parameters_that_are_not_the_plan():
     source = span_source(plan, {**held, "fp32": (10, torch.zeros(25))})
     with pytest.raises(SyncError, match="holds elements 10 to 35 of 'fp32', the plan wants 0 to 35 of 35"):
         source(plan.buckets[0][0])
+
+
+def test_bytes_are_words_where_their_place_and_their_number_are():
+    data = _random_bytes(24)
+    assert [_in_words(data[first:last]) for first, last in ((0, 16), (8, 24), (1, 17), (8, 17))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
