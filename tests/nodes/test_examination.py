@@ -196,12 +196,15 @@ def test_needs_of_a_configuration(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path))
     config.actor.model_name_or_path = str(tmp_path / "none")
     config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
-    (tmp_path / "prompts.jsonl").touch()
+    config.train.plugins = [str(tmp_path / "plugin.py")]
+    for name in ("prompts.jsonl", "plugin.py"):
+        (tmp_path / name).touch()
     needs = needs_of(config, question(tmp_path).ranks, "")
     assert needs.space is None  # the size of the model is not known
     assert dict(needs.places) == {
         "actor.model_name_or_path": str(tmp_path / "none"),
         "data.prompt_dataset": str(tmp_path / "prompts.jsonl"),
+        "train.plugins": str(tmp_path / "plugin.py"),
     }
     assert needs.ranks_on == {NODE: 4}
 
