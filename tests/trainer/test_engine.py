@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -289,8 +288,7 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     found = {name(tuple(case)): run_case(tuple(case), Path(request["model"])) for case in request["cases"]}
     (Path(request["out"]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -283,8 +282,7 @@ def one_rank_lacks_a_gradient() -> None:
     torch.testing.assert_close(found[0], trainer.world.size * found[1])  # all ranks have the same rows
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     out = Path(request["out"])
     for cases in (CASES[:-2], CASES[-2:-1], CASES[-1:]):
         for name, dtype in cases:
