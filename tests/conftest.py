@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rollout_engine import EngineProcess
     from slurm_cluster import Cluster
 
+    from slurm_rlhf.cluster.stop import Stop
+    from slurm_rlhf.data.tokenizer import Tokenizer
+
 MARK = "SLURM_RLHF_TEST_SESSION"
 """A variable of every process that this test session starts, directly or not."""
 
@@ -70,6 +73,31 @@ def slurm() -> Iterator[Cluster]:
 
     with running_cluster() as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with random weights, of the usual architecture and sizes."""
+    from tiny_models import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The tokenizer of such a model, as a run reads it."""
+    from random_models import saved_tokenizer
+
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Stop]:
+    """What tells a run in the test's directory to stop."""
+    from slurm_rlhf.cluster.stop import Stop
+
+    with Stop(tmp_path) as listening:
+        yield listening
 
 
 @pytest.hookimpl(wrapper=True)

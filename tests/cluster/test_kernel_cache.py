@@ -161,19 +161,13 @@ def refused(base: Path) -> str:
     return stated
 
 
-@pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two places of a node with GPUs."""
-    made = [tmp_path / "disk", tmp_path / "other"]
-    for place in made:
+def test_a_full_disk_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node with GPUs, before anything is written there, and also where the system says so only then."""
+    places = [tmp_path / "disk", tmp_path / "other"]
+    for place in places:
         place.mkdir()
     monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path / "none", tmp_path))
-    monkeypatch.setattr(local_directory, "local_places", lambda: made)
-    return made
-
-
-def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is written there, and also where the system says so only then."""
+    monkeypatch.setattr(local_directory, "local_places", lambda: places)
     usage = shutil.disk_usage(places[0])
     small = {places[0]}
     monkeypatch.setattr(

@@ -14,7 +14,6 @@ import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
 from sampled_responses import response
 from steps import OnDemand
-from tiny_models import make_tiny
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
@@ -52,12 +51,6 @@ def reward(tmp_path: Path) -> Iterator[RewardFunction]:
     function = RewardFunction.load(str(file))
     yield function
     function.function.__globals__["hang"].clear()
-
-
-@pytest.fixture
-def stop(tmp_path: Path) -> Iterator[Stop]:
-    with Stop(tmp_path) as listening:
-        yield listening
 
 
 def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
@@ -221,13 +214,6 @@ path = "words.jsonl"
 input_key = "question"
 label_key = "answer"
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("model") / "model"
-    make_tiny(directory, tied=True)
-    return Tokenizer.load(str(directory))
 
 
 def config_of(tmp_path: Path, text: str = TEXT) -> Config:

@@ -12,7 +12,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from sampled_responses import IDS, response
-from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
 from slurm_rlhf.config.check import check_generate
@@ -26,11 +25,6 @@ from slurm_rlhf.generate.model_source import Source, find_source
 from slurm_rlhf.generate.rows import Scores, read_dataset
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("generation") / "model")
 
 
 def config_of(tmp_path: Path, model: Path, lines: list[str]) -> Config:

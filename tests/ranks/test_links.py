@@ -203,15 +203,10 @@ def listener() -> Iterator[LocalListener]:
     made.close()
 
 
-@pytest.fixture
-def ends(listener: LocalListener) -> tuple[LocalStream, LocalStream]:
+def test_messages_arrive_whole_and_in_order(listener: LocalListener) -> None:
     one = LocalStream(Client(listener.path))
     one.send(1)
-    return one, listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
-
-
-def test_messages_arrive_whole_and_in_order(ends: tuple[LocalStream, LocalStream]) -> None:
-    one, other = ends
+    other = listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
     heard: SimpleQueue[Any] = SimpleQueue()
     other.listen(heard.put, heard.put)
     large = np.arange(3_000_000, dtype=np.float32)
