@@ -232,9 +232,13 @@ def test_closing_ends_what_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda request, body: say(request, 422, b'{"kind": "late", "error": "slow"}'), WRONG["nan"][0]]
+    ("kind", "answer"),
+    [
+        ("late", lambda request, body: say(request, 422, b'{"kind": "late", "error": "slow"}')),
+        ("raised", WRONG["nan"][0]),
+    ],
 )
-def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
+def test_what_fails_alone_gets_what_on_error_says(kind: str, answer: Answer) -> None:
     def one(request: Any, body: dict[str, Any]) -> None:
         (answer if "bad" in "".join(body["query"]) else good)(request, body)
 
@@ -245,6 +249,8 @@ def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
     assert found.rewards.tolist() == [1, 0, 3]
     assert found.skipped is not None
     assert found.skipped.tolist() == [False, True, False]
+    assert found.failed is not None
+    assert [why.partition(":")[0] for why in found.failed.tolist()] == ["", kind, ""]
     assert asked == [(1, 0.45), (1, 0.45), (1, 0.9), (2, 0.45)]
 
 
