@@ -53,6 +53,7 @@ def test_a_model_is_compared_on_its_gpu_as_it_trains(
     def flash(
         query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
     ) -> Tensor:
+        assert longest == max(bounds.diff())
         calls.append({(tensor.device, tensor.dtype) for tensor in (query, key, value)})
         return alone(query, key, value, bounds)
 
