@@ -266,6 +266,10 @@ def refuse(trainer: Any, out: Path) -> None:
         assert equal(all_shards(trainer), before)
     with pytest.raises(CheckpointError, match="not a checkpoint of this role"):
         trainer.load(out / "nowhere")
+    (out / "old").mkdir(exist_ok=True)
+    torch.save({}, out / "old" / f"rank_{trainer.world.rank:05d}.pt")
+    with pytest.raises(CheckpointError, match="written by an earlier version"):
+        trainer.load(out / "old")
 
 
 def one_rank_lacks_a_gradient() -> None:
