@@ -331,6 +331,10 @@ def test_rotary_embeddings_that_cannot_be_fixed_are_refused(tmp_path: Path) -> N
             load_policy(path, FP32, 7, max_len=MAX_LEN + 1)
 
     path = make_model(tmp_path / "longrope", "phi3")
+    short, *long = (load_policy(path, FP32, 7, max_len=length).model for length in (ORIGINAL, MAX_LEN, 0))
+    one, other, third = (dict(model.named_buffers())["model.rotary_emb.inv_freq"] for model in (short, *long))
+    assert torch.equal(other, third)
+    assert not torch.equal(one, other)
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
     edit_config(path, rope_parameters={**rope, "attention_factor": 2.0})
     with pytest.raises(ModelError, match=r"scales by 2 in transformers and by 1\.\d+ in vLLM"):
