@@ -228,6 +228,5 @@ def test_the_engine_agrees_with_the_trainer_from_the_start_and_after_an_update(
         for name, parameter in policy.model.named_parameters():
             parameter.copy_(weights[name])
     updated = difference(policy, after)
-    print(f"{arch}: {at_start:.1e} from the start, {updated:.1e} after an update")
     assert at_start < 1e-5
     assert updated < 1e-5

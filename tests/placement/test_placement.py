@@ -120,7 +120,6 @@ def test_the_largest_of_unequal_nodes_is_named() -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_work_grows_with_the_nodes_and_no_faster(shared: bool) -> None:
     few, many = calls_to_place(1000, shared), calls_to_place(10000, shared)
-    print(f"{few} calls for 1,000 nodes, {many} for 10,000")
     assert many < 11 * few
     assert many < 10000 * 400
 

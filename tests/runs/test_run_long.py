@@ -162,7 +162,6 @@ def size(place: Path) -> int:
 def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     """Every process after its warm-up, and the run directory."""
     found = history.whole(warm)
-    print(found)
     assert len(metrics(run_dir)) == steps
     roles = {name.rpartition(" ")[0] for name in found}
     assert {"conductor", "rank of actor", "rank of rollout"} <= roles  # under Slurm ranks are started by no torchrun

@@ -45,7 +45,6 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     found = re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir))
     at = int(found[-1])
     assert at >= 2
-    print(f"went on from step {at}, with {summary(run_dir)['world']}")
     assert timeless(rows(run_dir))[:at] == calm.metrics[:at]
     assert_close_metrics(rows(run_dir)[at : at + COMPARED], rows(calm.run_dir)[at : at + COMPARED])
     assert len(rows(run_dir)) == STEPS

@@ -253,7 +253,6 @@ def test_log_probs_in_train_mode_and_saved_weights_are_those_of_transformers(tmp
     first, again = ours(policy), ours(policy)
     assert torch.equal(first, again), "something is random"
     difference = float((first.double() - plain(path, RAGGED)).abs().max())
-    print(f"{arch}: {difference:.1e}")
     assert difference < 1e-5
     if layout_of(FP32, str(path)).packed:
         torch.testing.assert_close(ours(policy, packed=True).double(), plain(path, RAGGED), rtol=0, atol=1e-5)

@@ -320,7 +320,6 @@ def test_steps_are_those_of_adamw_in_float64(results: dict[int, Path], name: str
     expected, norms = in_float64()
     ours = load_file(results[ranks] / f"{name}.{dtype}.safetensors")
     apart = {key: float((ours[f"fp32|{key}"] - value.flatten()).abs().max()) for key, value in expected.items()}
-    print(apart)
     assert max(apart.values()) < BOUND[dtype]
     metrics = json.loads((results[ranks] / f"{name}.{dtype}.json").read_text())
     assert [step["grad_norm"] for step in metrics] == pytest.approx(norms, rel=NORM[dtype])
