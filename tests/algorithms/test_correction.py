@@ -39,7 +39,6 @@ def inputs_of(log_rho: Any, lens: list[int], mask: Any = None, advantages: Any =
 
 def weights_of(rule: CorrectionRule | None, inputs: Inputs, delta: float = 0.0) -> list[float]:
     found, _ = correct(rule, delta, *inputs)
-    assert found is not None
     assert found.dtype == np.float32
     return [float(weight) for weight in found]
 
@@ -192,7 +191,6 @@ def test_weights_in_float64(responses: list[list[Any]], rule: CorrectionRule, de
     assert exp.action_mask.tolist() == mask
     inputs = exp, np.array([item[4] for item in tokens], dtype=np.int32)
     weights, metrics = correct(rule, delta, *inputs)
-    assert weights is not None
     exact = exp.columns["logprobs"].astype(np.float64) - np.array([-3.0] * len(tokens))
     expected: list[float] = []
     for start, end in pairwise(exp.action_offsets):

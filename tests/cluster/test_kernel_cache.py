@@ -130,7 +130,6 @@ def test_ranks_that_start_together_write_apart(tmp_path: Path) -> None:
     ends = [rank.communicate("go\n") for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ends
     cache, _ = take_kernel_cache(str(tmp_path), "rollout", 1, 1.0)
-    assert cache is not None
     assert cache.directory.name == "rollout.1"
     leave(cache)
 
@@ -176,7 +175,6 @@ def test_a_full_disk_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def uses_the_other() -> bool:
         cache, _ = take_kernel_cache("auto", "actor", 0, 1.0)
-        assert cache is not None
         leave(cache)
         return cache.directory.is_relative_to(places[1])
 
@@ -201,7 +199,6 @@ def test_a_rank_that_holds_the_lock_does_not_hang_the_others(take: Take, monkeyp
     root = take().directory.parent.parent
     monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
     way = local_directory._try_lock(root)
-    assert way is not None
     try:
         assert "another process has held its lock" in refused(root.parent)
     finally:

@@ -131,7 +131,6 @@ os.execvp("sleep", ["sleep", "60"])
 def test_a_directory_lasts_as_long_as_its_process_and_what_that_becomes(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         try:
-            assert other.stdout is not None
             theirs = Path(other.stdout.readline().strip())
             assert theirs.is_dir()
             (theirs / "kernel").write_text("compiled")

@@ -81,7 +81,6 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
 
     words = {"steps": 4, "alongside": (lambda engines: engines.sample) if overlap else None}
     run = make(tmp_path, stop, reward, **words)
-    assert run.evaluation is not None
     run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]
     with pytest.raises(type(error), match="no"):
         run.run()
@@ -100,7 +99,6 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     seen = reward.function.__globals__
     seen["hang"].set()
     run = make(tmp_path, stop, reward)
-    assert run.evaluation is not None
     run.step.reward = run.evaluation.reward = Scoring(reward, 50.0)
 
     def ask() -> None:

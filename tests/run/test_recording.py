@@ -83,7 +83,6 @@ def test_a_sample_has_all_that_is_known_of_a_response(tmp_path: Path) -> None:
 
 def test_responses_whose_rewards_failed_are_among_the_samples_with_the_reason(tmp_path: Path) -> None:
     shown, (batch, experience) = reporting(tmp_path, samples=1), batch_of(5)
-    assert batch.scored is not None
     batch.scored.failed = np.array(["", "late: it did not return", "", "", "raised: no", ""])
     shown.samples(batch, experience)
     found = {sample.response: sample.failed for sample in read_samples(tmp_path / "samples.jsonl")}

@@ -221,7 +221,6 @@ def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple
 
 def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     rewards = [row["reward"] for row in metrics(bypassed[0])]
-    print([round(reward, 3) for reward in rewards])
     # Five seeds, two of them with the instructions of AVX2 alone, rise by 0.925 to 0.980; without learning, by 0.
     assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.8
 

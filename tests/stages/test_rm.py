@@ -158,7 +158,6 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
         save_file(with_bias, base / "model.safetensors", {"format": "pt"})
         finished(start(job, *words, f"--actor.model_name_or_path={base}"))
     statistics = reward_statistics(str(job / "out"))
-    assert statistics is not None
     config = Config()
     config.reward.model_name_or_path, config.data.max_len = str(job / "out"), 16
     config.ds.param_dtype = "bf16" if words else "fp32"

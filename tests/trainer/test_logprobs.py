@@ -113,7 +113,6 @@ def test_no_actions_at_all_still_give_a_gradient() -> None:
     logprobs, entropy = chunked_logprobs(head, hidden[:0], targets[:0], 1.0, CHUNK)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
-    assert head.weight.grad is not None
     assert not head.weight.grad.any()
 
 

@@ -124,7 +124,6 @@ def test_collate_points_at_the_token_before_each_action() -> None:
     row = collate(exp, CPU, packed=True)
     assert row.input_ids.tolist() == [[*exp.token_ids[:4], *exp.token_ids[5:9]]]
     assert (row.action_index.tolist(), row.targets.tolist()) == ([1, 2, 3, 4 + 3], batch.targets.tolist())
-    assert row.row is not None
     assert (row.row.position_ids.tolist(), row.row.bounds.tolist()) == ([[0, 1, 2, 3, 0, 1, 2, 3]], [0, 4, 8])
     with pytest.raises(ValueError, match="sequence 1 has a response but no prompt"):
         collate(make_experience([(2, 3), (0, 1)]), CPU)
@@ -282,7 +281,6 @@ def test_the_soft_cap_of_a_text_model_inside_another_is_applied(tmp_path: Path) 
     torch.manual_seed(0)
     Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model", FP32, 7)
-    assert policy.head.head_math is not None
     assert policy.head.head_math.cap == 3.0
     expected = plain(tmp_path / "model", RAGGED)
     torch.testing.assert_close(ours(policy).double(), expected, rtol=0, atol=1e-5)

@@ -179,8 +179,6 @@ def test_a_suspended_run_goes_on_where_it_was(tmp_path: Path) -> None:
     conductor, endpoint = start_conductor(tmp_path / "keys.json")
     rank = start_peer(endpoint, tmp_path / "keys.json", "actor", 0, 1)
     try:
-        assert conductor.stdin is not None
-        assert conductor.stdout is not None
 
         def answer(line: bytes) -> bytes:
             conductor.stdin.write(line + b"\n")

@@ -202,7 +202,6 @@ def test_workers_end_with_the_conductor(pools: Pools, number: signal.Signals) ->
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], env={**os.environ, "PYTHONPATH": str(HERE)}, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
     pids: list[int] = []
     try:
         while len(pids) < 3:
