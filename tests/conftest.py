@@ -66,6 +66,23 @@ def engine_process() -> Iterator[EngineProcess]:
     process.end()
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with random weights for an engine."""
+    from tiny_models import make_tiny, mislabel
+
+    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
+
+
+@pytest.fixture
+def fresh(engine: EngineProcess) -> EngineProcess:
+    """The engine of a test file, with the directory's weights, as policy 0."""
+    from rollout_engine import update
+
+    engine.run(update, 0)
+    return engine
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
     """Start the cluster for the first test that asks for it, and end it with the session."""
@@ -93,7 +110,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def stop(tmp_path: Path) -> Iterator[Stop]:
-    """What tells a run in the test's directory to stop."""
+    """Tell a run in the directory of the test when to stop."""
     from slurm_rlhf.cluster.stop import Stop
 
     with Stop(tmp_path) as listening:

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from random_models import ARCHITECTURES, REFUSED, make_model
 from rollout_engine import EngineProcess
 from safetensors.torch import save_file
-from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import RunError
@@ -29,21 +28,9 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
-
-
-@pytest.fixture(scope="module")
 def engine(engine_process: EngineProcess, path: Path) -> EngineProcess:
     engine_process.run(child.start, path, "fp32", 5)
     return engine_process
-
-
-@pytest.fixture
-def fresh(engine: EngineProcess) -> EngineProcess:
-    """The engine with the directory's weights, as policy 0."""
-    engine.run(child.update, 0)
-    return engine
 
 
 def tokens(trajectories: list[Trajectory]) -> list[list[int]]:

@@ -138,7 +138,7 @@ def test_engines_fill_all_gpus_and_stay_on_their_node() -> None:
         (2, "b", (0, 1), (4, 5)),
     ]
     config = Config()
-    config.train.colocate_all = config.ds.enable_sleep = True  # of the run that trained the model
+    config.train.colocate_all = config.ds.enable_sleep = True  # as the run that trained the model had them
     made = engine_config(config, Path("model"), ranks, Path("job"))
     assert [made.vllm.num_engines, made.vllm.num_nodes, made.train.colocate_all, made.ds.enable_sleep] == [3, 2, 0, 0]
     with pytest.raises(PlacementError, match=r"engines_per_node = 2 .* need 4 GPUs, and b has 3"):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Client
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,12 @@ def listener() -> Iterator[LocalListener]:
     made = LocalListener(4)
     yield made
     made.close()
+
+
+def test_a_follower_knows_that_it_is_to_leave_before_it_comes_to_that() -> None:
+    follower: Any = SimpleNamespace(_leaving=False, _frames=SimpleQueue())
+    EngineFollower._take(follower, [1, "leave", None])
+    assert follower._leaving
 
 
 def test_messages_arrive_whole_and_in_order(listener: LocalListener) -> None:
