@@ -19,6 +19,7 @@ from slurm_rlhf.weights import update
 from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.diagnosis import Diagnosis
 from slurm_rlhf.weights.ends import ActorEnd
+from slurm_rlhf.weights.group import SyncGroup
 from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
 from slurm_rlhf.wire import timeouts
 
@@ -164,3 +165,12 @@ def test_an_update_that_went_through_is_waited_for() -> None:
     threading.Timer(1.0, engines.calls[0].set_result, (SyncReport(),)).start()
     assert settle(engines, [answered(SyncReport())]) == []
     assert engines.given_up == {}
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "GROUP_MARGIN_S", 0.05)
+    group: Any = SimpleNamespace(timeout_s=0.1, board=SimpleNamespace(refusal=str), ended="", name="g")
+    over = threading.Event()
+    with pytest.raises(SyncError, match=r"group g: rank 1 did not come within 0\.1 s"):
+        SyncGroup.wait_for(group, lambda: over.wait(HANG_S), "rank 1")
+    over.set()
