@@ -20,7 +20,7 @@ from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.diagnosis import Diagnosis
 from slurm_rlhf.weights.ends import ActorEnd
 from slurm_rlhf.weights.group import SyncGroup
-from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
+from slurm_rlhf.weights.lead import EngineLost, WeightSync, _end_forming, _Transfer, settle_update
 from slurm_rlhf.wire import timeouts
 
 BROKEN = SyncReport(broken="rank 3 is silent", silent=True)
@@ -174,3 +174,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
     with pytest.raises(SyncError, match=r"group g: rank 1 did not come within 0\.1 s"):
         SyncGroup.wait_for(group, lambda: over.wait(HANG_S), "rank 1")
     over.set()
+
+
+def test_a_group_that_lost_an_engine_while_it_formed_is_aborted_until_its_leader_has_begun() -> None:
+    leader, asked = mock.Mock(), _Transfer(Engines({}), [], {}, lost={0: RoleDied("gone")})  # type: ignore[arg-type]
+    for waited in (0.1, 0.2, timeouts.TRANSFER_ABORT_S + 0.1):
+        _end_forming(leader, asked, waited)
+    assert leader.call.call_count == 2
