@@ -9,7 +9,7 @@ import pytest
 import rollout_engine as child
 from msgspec.structs import replace
 from random_models import tiny_tokenizer
-from rollout_engine import EngineProcess
+from rollout_engine import EngineProcess, tokens
 from tiny_models import make_tiny
 
 from slurm_rlhf.errors import RunError, SyncError
@@ -31,10 +31,6 @@ def engine(engine_process: EngineProcess, backend: str, path: Path) -> EnginePro
     """An engine with the number 5."""
     engine_process.run(START[backend], path, number=5)
     return engine_process
-
-
-def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
-    return [t.response_ids.tolist() for t in trajectories]
 
 
 def logprobs(trajectories: list[Trajectory]) -> list[list[float]]:

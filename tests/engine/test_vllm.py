@@ -13,7 +13,7 @@ import rollout_engine as child
 import torch
 from msgspec.structs import replace
 from random_models import ARCHITECTURES, REFUSED, make_model
-from rollout_engine import EngineProcess
+from rollout_engine import EngineProcess, tokens
 from safetensors.torch import save_file
 
 from slurm_rlhf.config.schema import Ds
@@ -31,10 +31,6 @@ EOS = 1
 def engine(engine_process: EngineProcess, path: Path) -> EngineProcess:
     engine_process.run(child.start, path, "fp32", 5)
     return engine_process
-
-
-def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
-    return [t.response_ids.tolist() for t in trajectories]
 
 
 def test_the_kv_cache_is_as_planned(fresh: EngineProcess, path: Path) -> None:
