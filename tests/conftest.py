@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rollout_engine import EngineProcess
     from slurm_cluster import Cluster
 
+    from slurm_rlhf.cluster.stop import Stop
+    from slurm_rlhf.data.tokenizer import Tokenizer
+
 MARK = "SLURM_RLHF_TEST_SESSION"
 """A variable of every process that this test session starts, directly or not."""
 
@@ -63,6 +66,23 @@ def engine_process() -> Iterator[EngineProcess]:
     process.end()
 
 
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with random weights for an engine."""
+    from tiny_models import make_tiny, mislabel
+
+    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
+
+
+@pytest.fixture
+def fresh(engine: EngineProcess) -> EngineProcess:
+    """The engine of a test file, with the directory's weights, as policy 0."""
+    from rollout_engine import update
+
+    engine.run(update, 0)
+    return engine
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Cluster]:
     """Start the cluster for the first test that asks for it, and end it with the session."""
@@ -70,6 +90,31 @@ def slurm() -> Iterator[Cluster]:
 
     with running_cluster() as nodes:
         yield nodes
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with random weights, of the usual architecture and sizes."""
+    from tiny_models import make_tiny
+
+    return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The tokenizer of such a model, as a run reads it."""
+    from random_models import saved_tokenizer
+
+    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def stop(tmp_path: Path) -> Iterator[Stop]:
+    """Tell a run in the directory of the test when to stop."""
+    from slurm_rlhf.cluster.stop import Stop
+
+    with Stop(tmp_path) as listening:
+        yield listening
 
 
 @pytest.hookimpl(wrapper=True)

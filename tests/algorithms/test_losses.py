@@ -44,7 +44,6 @@ def test_policy_loss_by_hand() -> None:
     # -(1.3 * 1) - (2 * -1) - (0.5 * 1) - (0.8 * -1) = 1.0
     assert loss.item() == pytest.approx(1.0 / 8)
     loss.backward()
-    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0.0, 2.0 / 8, -0.5 / 8, 0.0])
     assert metrics["policy_loss"].item() == pytest.approx(1.0)
     assert metrics["clip_fraction"].item() == 2.0
@@ -89,7 +88,6 @@ def test_value_loss_by_hand() -> None:
     loss, metrics = value_loss(values, torch.zeros(4), tensor(1, 1, -1, 2), everywhere, 4.0, 0.5)
     assert loss.item() == pytest.approx((1 + 0.5625 + 1 + 2.25) / 2 / 4)
     loss.backward()
-    assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.25, -0.75 / 4, -0.25, 0.0])
     assert metrics["value_clip_fraction"].item() == 1.0
     assert metrics["value_loss"].item() == pytest.approx((1 + 0.5625 + 1 + 2.25) / 2)

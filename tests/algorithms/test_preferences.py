@@ -71,7 +71,6 @@ def test_large_margins_overflow_nowhere() -> None:
     loss = LOSSES["dpo"](Pairs(chosen, zero, zero, zero, ones, ones), 1.0, 0.0, 0.0)
     assert loss.tolist() == [0.0, 1e4]
     loss.sum().backward()
-    assert chosen.grad is not None
     assert chosen.grad.tolist() == [0.0, -1.0]
 
 
@@ -85,7 +84,6 @@ def test_the_slope_is_half_where_both_answers_are_alike(loss: str) -> None:
     else:
         found = LOSSES[loss](Pairs(chosen, half, half, half, ones, ones), 1.0, 0.0, 0.0)
     found.sum().backward()
-    assert chosen.grad is not None
     # ORPO adds the slopes of the cross-entropy and of half of log(p / (1 - p)).
     wanted = -1 - 0.5 / (1 - math.exp(-0.5)) if loss == "orpo" else -0.5
     np.testing.assert_allclose(chosen.grad.numpy(), [wanted] * 2, rtol=1e-6)
@@ -114,7 +112,6 @@ def test_kto_is_its_formula_and_its_gradient_the_slope(beta: float, kl: float, w
     found = kto(given, torch.tensor(good, dtype=torch.float64), torch.tensor(kl, dtype=torch.float64), beta, weights)
     np.testing.assert_allclose(found.detach().numpy(), wanted(ratios), rtol=1e-12)
     found.sum().backward()
-    assert given.grad is not None
     np.testing.assert_allclose(given.grad.numpy(), slopes(wanted, ratios), rtol=1e-5, atol=1e-9)
 
 
@@ -132,7 +129,6 @@ def test_bradley_terry_is_its_formula_and_its_gradient_the_slope() -> None:
     found = bradley_terry(given[:3], given[3:], torch.tensor(margins, dtype=torch.float64))
     np.testing.assert_allclose(found.detach().numpy(), wanted(scores), rtol=1e-12)
     found.sum().backward()
-    assert given.grad is not None
     np.testing.assert_allclose(given.grad.numpy(), slopes(wanted, scores), rtol=1e-5, atol=1e-9)
 
 

@@ -59,6 +59,14 @@ def test_what_changes_a_stage_is_what_it_reads(tmp_path: Path) -> None:
         rows.write('{"input": "9+9=", "output": "18"}\n')
     more = read_pipeline(file).hashes(keys)
     assert [name for name in more if more[name] != after[name]] == ["sft", "better"]
+    made_by_it = tmp_path / "out" / "sft" / "model"
+    made_by_it.mkdir(parents=True)
+    (made_by_it / "config.json").touch()
+    assert read_pipeline(file).hashes(keys) == more
+    with (tmp_path / "model" / "config.json").open("a") as model:
+        model.write("\n")
+    last = read_pipeline(file).hashes(keys)
+    assert [name for name in last if last[name] != more[name]] == ["sft", "better"]
 
 
 def test_what_slurm_knows_of_the_jobs_is_shown(

@@ -325,7 +325,6 @@ def test_into_a_pipe_each_frame_follows_the_last_until_the_run_is_over(run: Path
     with held(run):
         command = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         first = process.stdout.readline()
         finish(run)
         rest, _ = process.communicate(timeout=HANG_S)
@@ -381,7 +380,6 @@ def test_ctrl_c_ends_what_was_started_with_sigint_ignored(run: Path) -> None:
     ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]
     with held(run):
         process = subprocess.Popen(ignoring, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=HANG_S)

@@ -228,7 +228,8 @@ def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeyp
     login = {**without(BATCH, "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURMD_NODENAME"), "SLURM_GPUS": "24"}  # salloc
     assert [node.gpus for node in current_topology(Config(), environ=login).nodes] == [8, 8, 4]
     (tmp_path / "details").write_text("")
-    assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 8]
+    for total in ({}, {"SLURM_GPUS": "24"}):
+        assert [node.gpus for node in current_topology(Config(), environ=seen_here | total).nodes] == [8, 8, 8]
     with pytest.raises(PlacementError, match="--gpus-per-node"):  # 20 GPUs are not 8 on each of three nodes
         current_topology(Config(), environ={**seen_here, "SLURM_GPUS": "20"})
     (tmp_path / "details").write_text(DETAILS)

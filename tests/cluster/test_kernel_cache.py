@@ -130,7 +130,6 @@ def test_ranks_that_start_together_write_apart(tmp_path: Path) -> None:
     ends = [rank.communicate("go\n") for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ends
     cache, _ = take_kernel_cache(str(tmp_path), "rollout", 1, 1.0)
-    assert cache is not None
     assert cache.directory.name == "rollout.1"
     leave(cache)
 
@@ -161,19 +160,13 @@ def refused(base: Path) -> str:
     return stated
 
 
-@pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two places of a node with GPUs."""
-    made = [tmp_path / "disk", tmp_path / "other"]
-    for place in made:
+def test_a_full_disk_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a node with GPUs, before anything is written there, and also where the system says so only then."""
+    places = [tmp_path / "disk", tmp_path / "other"]
+    for place in places:
         place.mkdir()
     monkeypatch.setattr(local_directory, "ACCELERATORS", (tmp_path / "none", tmp_path))
-    monkeypatch.setattr(local_directory, "local_places", lambda: made)
-    return made
-
-
-def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is written there, and also where the system says so only then."""
+    monkeypatch.setattr(local_directory, "local_places", lambda: places)
     usage = shutil.disk_usage(places[0])
     small = {places[0]}
     monkeypatch.setattr(
@@ -182,7 +175,6 @@ def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.Monk
 
     def uses_the_other() -> bool:
         cache, _ = take_kernel_cache("auto", "actor", 0, 1.0)
-        assert cache is not None
         leave(cache)
         return cache.directory.is_relative_to(places[1])
 
@@ -207,7 +199,6 @@ def test_a_rank_that_holds_the_lock_does_not_hang_the_others(take: Take, monkeyp
     root = take().directory.parent.parent
     monkeypatch.setattr(timeouts, "KERNEL_LOCK_S", 0.1)
     way = local_directory._try_lock(root)
-    assert way is not None
     try:
         assert "another process has held its lock" in refused(root.parent)
     finally:

@@ -131,7 +131,6 @@ os.execvp("sleep", ["sleep", "60"])
 def test_a_directory_lasts_as_long_as_its_process_and_what_that_becomes(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
         try:
-            assert other.stdout is not None
             theirs = Path(other.stdout.readline().strip())
             assert theirs.is_dir()
             (theirs / "kernel").write_text("compiled")
@@ -177,8 +176,14 @@ def test_a_directory_for_sockets_has_a_short_path_and_goes(
 # --- network ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def interfaces(tmp_path: Path) -> Path:
+@pytest.mark.parametrize(
+    ("names", "mbits"),
+    [
+        *(("eth0", 25_000), ("eth1", 0), ("lo", 0), ("gone", 0), ("", 0), ("ib0", 200_000), ("ib0,ib1", 400_000)),
+        ("ib0,eth1", 0),  # all of several links must be known
+    ],
+)
+def test_the_speed_of_a_link(tmp_path: Path, names: str, mbits: int) -> None:
     """Ethernet up and down, InfiniBand, and an interface without any speed."""
     for name in ("eth0", "eth1", "lo"):
         (tmp_path / name).mkdir()
@@ -188,18 +193,7 @@ def interfaces(tmp_path: Path) -> Path:
         port = tmp_path / name / "device" / "infiniband" / "mlx5_0" / "ports" / "1"
         port.mkdir(parents=True)
         (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("names", "mbits"),
-    [
-        *(("eth0", 25_000), ("eth1", 0), ("lo", 0), ("gone", 0), ("", 0), ("ib0", 200_000), ("ib0,ib1", 400_000)),
-        ("ib0,eth1", 0),  # all of several links must be known
-    ],
-)
-def test_the_speed_of_a_link(interfaces: Path, names: str, mbits: int) -> None:
-    assert link_mbits(names, interfaces) == mbits
+    assert link_mbits(names, tmp_path) == mbits
     assert link_mbits("lo") == 0
 
 

@@ -119,11 +119,8 @@ def test_the_gpus_in_its_header_are_those_of_its_plan_and_all_are_used(name: str
     config = load_config(SBATCH / "recipes" / f"{name}.toml")
     said = re.search(r"^# 7B on one node of (\d+) x (\d+) GB: ", header(name), re.MULTILINE)
     planned = re.search(r" plan sbatch/recipes/(\w+)\.toml --nodes=1 --gpus_per_node=(\d+) --gpu=(\w+)\n", header(name))
-    assert said is not None
-    assert planned is not None
     assert (planned[1], planned[2]) == (name, said[1])
     gpu = find_gpu(planned[3])
-    assert gpu is not None
     assert 0 <= int(said[2]) - gpu.memory_gib < 1
     layout = layout_on(config, ["n1"], [int(said[1])])
     taken = {slot for shares in layout.roles.values() for share in shares for slot in share.gpus}
@@ -140,7 +137,6 @@ def test_the_memory_in_its_header_is_that_of_the_plan(name: str) -> None:
     phases = ("generation", "actor update") if config.train.colocate_all else (ROLLOUT, ACTOR)
     needed = [next(row.needed for row in found.rows if phase in row.name) / GIB for phase in phases]
     said = re.search(r"by estimate (\d+) GiB of .*?, (\d+) ", header(name))
-    assert said is not None
     assert [int(number) for number in said.groups()] == pytest.approx(needed, abs=1)
     assert all(row.needed <= 79.1 * GIB for row in found.rows)
 

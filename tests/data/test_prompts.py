@@ -22,17 +22,6 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import CheckpointError, DataError, ModelError
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer"
-    return saved_tokenizer(tmp_path_factory.mktemp("chat"), template)
-
-
 def write(directory: Path, *rows: Any) -> Path:
     file = directory / "rows.jsonl"
     file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
@@ -79,7 +68,9 @@ def test_more_rows_than_a_chunk(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(prompts[CHUNK + 2].token_ids.tolist()) == str(CHUNK + 2)
 
 
-def test_chat_template(tmp_path: Path, tokenizer: Tokenizer, chat_tokenizer: Tokenizer) -> None:
+def test_chat_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer"
+    chat_tokenizer = saved_tokenizer(tmp_path, template)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     file = write(tmp_path, {"input": "hi"}, {"input": turns})
     data = Data(apply_chat_template=True)
@@ -245,6 +236,8 @@ def test_places_that_are_given_back_come_first_and_none_is_lost(sizes: tuple[int
     assert sorted(used) == list(range(end))
     assert order.take(1) == []
     assert order.next() is None
+    order.rewind()
+    assert (order.left, order.again) == (end, [])
 
 
 def test_a_place_is_the_prompt_that_whole_batches_have_there() -> None:

@@ -9,8 +9,8 @@ import pytest
 import rollout_engine as child
 from msgspec.structs import replace
 from random_models import tiny_tokenizer
-from rollout_engine import EngineProcess
-from tiny_models import make_tiny, mislabel
+from rollout_engine import EngineProcess, tokens
+from tiny_models import make_tiny
 
 from slurm_rlhf.errors import RunError, SyncError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
@@ -27,26 +27,10 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
-
-
-@pytest.fixture(scope="module")
 def engine(engine_process: EngineProcess, backend: str, path: Path) -> EngineProcess:
     """An engine with the number 5."""
     engine_process.run(START[backend], path, number=5)
     return engine_process
-
-
-@pytest.fixture
-def fresh(engine: EngineProcess) -> EngineProcess:
-    """The engine with the directory's weights, as policy 0."""
-    engine.run(child.update, 0)
-    return engine
-
-
-def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
-    return [t.response_ids.tolist() for t in trajectories]
 
 
 def logprobs(trajectories: list[Trajectory]) -> list[list[float]]:

@@ -98,7 +98,6 @@ def test_draws_are_a_request_s_own_and_follow_the_distribution() -> None:
 def test_what_ends_a_response(text: str, sampling: dict[str, Any], reason: str, kept: str | None) -> None:
     made = taken(row(**sampling), text)
     assert made.reason == reason
-    assert made.active is not None
     trajectory = made.active.finish(made.reason, read_tokenizer(), 2)
     assert trajectory.text == (kept if kept is not None else text.partition("!")[0].removesuffix("d") + "d")
     assert [(span.start, span.end, span.version) for span in trajectory.versions] == [
@@ -132,7 +131,6 @@ def test_prompts_end_in_the_last_column() -> None:
 
 def test_a_stop_string_of_more_tokens_than_are_looked_at_first_is_found() -> None:
     made = taken(row(max_new_tokens=99, stop=["abcdefghijkl"]), "x" * 30 + "abcdefghijklzz")
-    assert made.active is not None
     assert made.active.finish(made.reason, read_tokenizer(), 0).text == "x" * 30 + "abcdefghijkl"
     assert made.reason == STOP
 

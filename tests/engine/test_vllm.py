@@ -13,9 +13,8 @@ import rollout_engine as child
 import torch
 from msgspec.structs import replace
 from random_models import ARCHITECTURES, REFUSED, make_model
-from rollout_engine import EngineProcess
+from rollout_engine import EngineProcess, tokens
 from safetensors.torch import save_file
-from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import RunError
@@ -29,25 +28,9 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
-
-
-@pytest.fixture(scope="module")
 def engine(engine_process: EngineProcess, path: Path) -> EngineProcess:
     engine_process.run(child.start, path, "fp32", 5)
     return engine_process
-
-
-@pytest.fixture
-def fresh(engine: EngineProcess) -> EngineProcess:
-    """The engine with the directory's weights, as policy 0."""
-    engine.run(child.update, 0)
-    return engine
-
-
-def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
-    return [t.response_ids.tolist() for t in trajectories]
 
 
 def test_the_kv_cache_is_as_planned(fresh: EngineProcess, path: Path) -> None:
@@ -228,6 +211,5 @@ def test_the_engine_agrees_with_the_trainer_from_the_start_and_after_an_update(
         for name, parameter in policy.model.named_parameters():
             parameter.copy_(weights[name])
     updated = difference(policy, after)
-    print(f"{arch}: {at_start:.1e} from the start, {updated:.1e} after an update")
     assert at_start < 1e-5
     assert updated < 1e-5

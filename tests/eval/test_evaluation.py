@@ -14,7 +14,6 @@ import pytest
 from evaluated_runs import PROMPTS, Engines, make, rows
 from sampled_responses import response
 from steps import OnDemand
-from tiny_models import make_tiny
 from waiting import HANG_S
 
 from slurm_rlhf.algorithms.reward_shaping import RunningScale
@@ -54,12 +53,6 @@ def reward(tmp_path: Path) -> Iterator[RewardFunction]:
     function.function.__globals__["hang"].clear()
 
 
-@pytest.fixture
-def stop(tmp_path: Path) -> Iterator[Stop]:
-    with Stop(tmp_path) as listening:
-        yield listening
-
-
 def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
     tmp_path: Path, stop: Stop, reward: RewardFunction
 ) -> None:
@@ -88,7 +81,6 @@ def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
 
     words = {"steps": 4, "alongside": (lambda engines: engines.sample) if overlap else None}
     run = make(tmp_path, stop, reward, **words)
-    assert run.evaluation is not None
     run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]
     with pytest.raises(type(error), match="no"):
         run.run()
@@ -107,7 +99,6 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     seen = reward.function.__globals__
     seen["hang"].set()
     run = make(tmp_path, stop, reward)
-    assert run.evaluation is not None
     run.step.reward = run.evaluation.reward = Scoring(reward, 50.0)
 
     def ask() -> None:
@@ -221,13 +212,6 @@ path = "words.jsonl"
 input_key = "question"
 label_key = "answer"
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    directory = tmp_path_factory.mktemp("model") / "model"
-    make_tiny(directory, tied=True)
-    return Tokenizer.load(str(directory))
 
 
 def config_of(tmp_path: Path, text: str = TEXT) -> Config:

@@ -48,7 +48,6 @@ def test_the_figures_of_a_data_set() -> None:
     assert found.pass_at[2].value == pytest.approx((0 + 3 / 6 + 5 / 6 + 7) / 10)
     assert found.pass_at[4].value == pytest.approx(9 / 10)
     # Prompt 1 has three votes for its one wrong answer, prompt 2 is a tie.
-    assert found.majority is not None
     assert found.majority.value == pytest.approx((0 + 0 + 0.5 + 7) / 10)
     assert found.whole.truncated == 0.25
     assert found.whole.mean.low < found.whole.mean.value < found.whole.mean.high
@@ -58,7 +57,6 @@ def test_intervals_of_shares_do_not_collapse_where_all_are_right() -> None:
     """A draw of equal scores has no spread; so it is with scores that are no shares."""
     right = [response(index, sample, 1.0) for index in range(20) for sample in range(4)]
     found = report_of(SETTINGS, right, 1)
-    assert found.majority is not None
     for estimate in (found.whole.mean, *found.pass_at.values(), found.majority):
         assert (estimate.value, estimate.high) == (1.0, pytest.approx(1.0))
         assert 0.8 < estimate.low < 0.9

@@ -64,7 +64,7 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
     config = load_config(file)
     rows = job_of(config, file.parent / "model")._rows(file.parent / "model")
     config.vllm.max_num_seqs = 8
-    PendingRows(config, rows.prompts(range(48)), rows.sampling, Scores(None), set()).feed(ask, 0, 1, 0.0)
+    PendingRows(config, rows.prompts(range(48)), rows.sampling, Scores(None), set()).feed(ask, 0, 2, 0.0)
     assert len(asked) == 5  # each may have two responses, and the engine takes eight and two more
     asked.clear()
     config.vllm.max_num_seqs = 1000

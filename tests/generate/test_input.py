@@ -12,7 +12,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from sampled_responses import IDS, response
-from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
 from slurm_rlhf.config.check import check_generate
@@ -21,16 +20,11 @@ from slurm_rlhf.data.prompts import BadRow
 from slurm_rlhf.data.rows import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
 from slurm_rlhf.generate import model_source
-from slurm_rlhf.generate.job import engines_everywhere
+from slurm_rlhf.generate.job import engine_config, engines_everywhere
 from slurm_rlhf.generate.model_source import Source, find_source
 from slurm_rlhf.generate.rows import Scores, read_dataset
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("generation") / "model")
 
 
 def config_of(tmp_path: Path, model: Path, lines: list[str]) -> Config:
@@ -143,6 +137,10 @@ def test_engines_fill_all_gpus_and_stay_on_their_node() -> None:
         (1, "a", (2, 3), (2, 3)),
         (2, "b", (0, 1), (4, 5)),
     ]
+    config = Config()
+    config.train.colocate_all = config.ds.enable_sleep = True  # as the run that trained the model had them
+    made = engine_config(config, Path("model"), ranks, Path("job"))
+    assert [made.vllm.num_engines, made.vllm.num_nodes, made.train.colocate_all, made.ds.enable_sleep] == [3, 2, 0, 0]
     with pytest.raises(PlacementError, match=r"engines_per_node = 2 .* need 4 GPUs, and b has 3"):
         engines_everywhere(topology, 2, 2)
     with pytest.raises(PlacementError, match="tensor_parallel_size = 8, and the largest node has 4 GPUs"):

@@ -47,11 +47,13 @@ def test_a_model_is_compared_on_its_gpu_as_it_trains(
     make_tiny(tmp_path / "m", layers=1, hidden=2 * head)
     with loading(ds, World(0, 1, torch.device("cpu"))) as stored:
         read_before(tmp_path / "m", stored, monkeypatch)
+        assert torch.is_autocast_enabled("cpu") is (stage == 0)
     calls: list[Any] = []
 
     def flash(
         query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None, window: int | None
     ) -> Tensor:
+        assert longest == max(bounds.diff())
         calls.append({(tensor.device, tensor.dtype) for tensor in (query, key, value)})
         return alone(query, key, value, bounds)
 

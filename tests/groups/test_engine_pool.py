@@ -20,7 +20,6 @@ from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.weights.lead import EngineLost
-from slurm_rlhf.wire.handles import EngineHandle
 
 CONNECT_S = 1.0
 
@@ -68,9 +67,7 @@ def parts(tmp_path: Path) -> Iterator[tuple[Supervisor, Engines]]:
 
 def pool_of(supervisor: Supervisor, weights: Weights, notes: list[str], all_at_once: bool) -> EnginePool:
     handle = supervisor.roles["rollout"]
-    assert isinstance(handle, EngineHandle)
     engines = supervisor.engines
-    assert engines is not None
     engines.begin(all_at_once, notes.append)
     return EnginePool(supervisor, engines, handle, weights, all_at_once)  # type: ignore[arg-type]
 

@@ -25,7 +25,6 @@ from slurm_rlhf.placement.topology import RoleSize, Topology
 from slurm_rlhf.polling import in_thread
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.wire.calls import RankCalls
-from slurm_rlhf.wire.handles import EngineHandle
 
 pytestmark = [pytest.mark.slow]
 
@@ -135,15 +134,12 @@ class Bench:
         self.supervisor = Supervisor(config, directory, ranks, self.launcher)  # type: ignore[arg-type]
         self.starting = in_thread(lambda: self.supervisor.start({role: {} for role in ranks.roles}), "start")
         until(lambda: self.supervisor.engines is not None)
-        assert self.supervisor.engines is not None
         self.engines = self.supervisor.engines
         self.said: list[str] = []
         self._file, self._log = directory.events, EventLog(directory.events)
         self.engines.tell = self._tell
-        handle = self.supervisor.roles["rollout"]
-        assert isinstance(handle, EngineHandle)
-        self.handle = handle
-        self.pool = EnginePool(self.supervisor, self.engines, handle, Weights(), True)  # type: ignore[arg-type]
+        self.handle = self.supervisor.roles["rollout"]
+        self.pool = EnginePool(self.supervisor, self.engines, self.handle, Weights(), True)  # type: ignore[arg-type]
         self.engines.begin(True, self.said.append)
 
     def _tell(self, text: str, kind: str, engine: int) -> None:

@@ -142,7 +142,6 @@ def _installed(library: str) -> str:
 def _directory(library: str) -> Path:
     spec = importlib.util.find_spec(library)
     assert spec is not None, f"{library} is not installed"
-    assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0])
 
 

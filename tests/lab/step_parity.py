@@ -124,7 +124,7 @@ def measure(architectures: list[str], scratch: Path) -> dict[str, dict[str, floa
         make_model(scratch / arch, arch, **short)
     for ranks in sorted({count for count, _ in WAYS.values()}):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [*launcher, __file__, "--rank", str(scratch), *architectures]
+        command = [*launcher, __file__, json.dumps({"scratch": str(scratch), "architectures": architectures})]
         quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).parents[2])}
         subprocess.run(command, check=True, stdout=sys.stderr, env={**os.environ, **quiet})
     found: dict[str, dict[str, float]] = {}
@@ -149,9 +149,10 @@ def show(found: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def rank(scratch: Path, architectures: list[str]) -> None:
+def rank(request: dict[str, Any]) -> None:
     """Take the steps of all architectures and ways with so many ranks, and write them."""
-    for arch in architectures:
+    scratch = Path(request["scratch"])
+    for arch in request["architectures"]:
         for way, (ranks, keys) in ways(arch).items():
             if ranks == int(os.environ["WORLD_SIZE"]):
                 found = steps(scratch / arch, keys)
@@ -172,6 +173,6 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        as_rank(lambda: rank(Path(sys.argv[2]), sys.argv[3:]))
+    if "RANK" in os.environ:
+        as_rank(rank)
     sys.exit(main())

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from learn import prepare
 from learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
-from tiny_models import make_tiny
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -38,11 +37,6 @@ def test_both_sides_take_one_optimizer_step_per_batch(monkeypatch: pytest.Monkey
 
 
 ROWS = [{"input": "1+1=", "label": "2", "why": "short"}, {"input": "12+34=", "label": "46", "why": "long"}]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("peer") / "model")
 
 
 @pytest.fixture

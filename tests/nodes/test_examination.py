@@ -23,14 +23,14 @@ from waiting import HANG_S, until
 
 from slurm_rlhf.cli import preflight
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.nodes import examiner
+from slurm_rlhf.nodes import examination, examiner
 from slurm_rlhf.nodes.agent_steps import LocalAgents
 from slurm_rlhf.nodes.examination import Question, _peers, examine_nodes
 from slurm_rlhf.nodes.groups import Figures, Lineup, Outcome, links
 from slurm_rlhf.nodes.interview import Interview, skew
 from slurm_rlhf.nodes.needs import Needs, Wanted, needs_of
 from slurm_rlhf.nodes.node_look import versions
-from slurm_rlhf.nodes.report import OK, draw
+from slurm_rlhf.nodes.report import OK, Check, draw, failed
 from slurm_rlhf.nodes.srun import AGENT
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.topology import CPU, Node, RoleSize, Topology
@@ -157,6 +157,13 @@ def test_without_groups_nothing_is_measured(agents: LocalAgents) -> None:
     assert talk.measure_links(Lineup("links", (), ()), topology, 1.0) == []
 
 
+def test_a_run_that_cannot_start_ends_without_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "judge", lambda seen: (Check("node", "", [failed("it is gone", "")]),))
+    talk: Any = None
+    found = examination._measured(talk, examination.Evidence(question(tmp_path, measure=True), {}, "", {}))
+    assert found.unmeasured == "a run cannot start here anyhow"
+
+
 @pytest.mark.slow
 def test_an_agent_that_does_not_reach_the_conductor_says_so(tmp_path: Path) -> None:
     with closing(LocalAgents(tmp_path, HERE)) as agents:
@@ -196,12 +203,15 @@ def test_needs_of_a_configuration(tmp_path: Path) -> None:
     config = Config(run_dir=str(tmp_path))
     config.actor.model_name_or_path = str(tmp_path / "none")
     config.data.prompt_dataset = str(tmp_path / "prompts.jsonl")
-    (tmp_path / "prompts.jsonl").touch()
+    config.train.plugins = [str(tmp_path / "plugin.py")]
+    for name in ("prompts.jsonl", "plugin.py"):
+        (tmp_path / name).touch()
     needs = needs_of(config, question(tmp_path).ranks, "")
     assert needs.space is None  # the size of the model is not known
     assert dict(needs.places) == {
         "actor.model_name_or_path": str(tmp_path / "none"),
         "data.prompt_dataset": str(tmp_path / "prompts.jsonl"),
+        "train.plugins": str(tmp_path / "plugin.py"),
     }
     assert needs.ranks_on == {NODE: 4}
 

@@ -41,7 +41,6 @@ def launcher(agents: LocalAgents) -> Iterator[AgentLauncher]:
 
 
 def engine_ends(launcher: AgentLauncher) -> list[tuple[int, str]]:
-    assert launcher.engines is not None
     return until(launcher.engines.ended, "the end of the engine")
 
 
@@ -49,7 +48,6 @@ def test_an_engine_that_ends_is_reported_and_starts_again_though_its_agent_was_k
     agents: LocalAgents, launcher: AgentLauncher
 ) -> None:
     launcher.start("rollout", ["--no_such_argument"], ENVIRONMENT)
-    assert launcher.engines is not None
     assert launcher.engines.spares == []
     [(engine, how)] = engine_ends(launcher)
     assert (engine, how.partition(" (pid ")[0]) == (0, f"rank 0 of engine 0 on {HERE}")

@@ -37,8 +37,8 @@ def test_devices_that_are_known_by_name_and_nodes_without_any() -> None:
 
 
 def test_fewer_devices_in_the_step_than_the_map_uses() -> None:
-    with pytest.raises(PlacementError, match="node n1: the rank map uses GPU 3, but the step was granted 2"):
-        visible_gpus(Topology.uniform(["n1"], 8), "n1", (2, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    with pytest.raises(PlacementError, match="node n1: the rank map uses GPU 2, but the step was granted 2"):
+        visible_gpus(Topology.uniform(["n1"], 8), "n1", (1, 2), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_the_way_to_this_machine_is_loopback() -> None:

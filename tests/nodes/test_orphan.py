@@ -226,7 +226,6 @@ def test_a_child_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     )
     words = [sys.executable, "-c", program, str(tmp_path / "log")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         until(lambda: child.name() == "sleep")
         parent.kill()

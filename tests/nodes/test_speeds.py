@@ -68,9 +68,8 @@ def test_the_groups_are_those_of_the_rank_map() -> None:
     assert len(without.groups[1].processes) == 6
     order = orders_for(lineup, "n2")
     assert {slot for _, slot in order["processes"]} == set(range(8))
-    assert all(
-        any(process in group[1] for process, _ in order["processes"]) for stage in order["stages"] for group in stage
-    )
+    asked = [group[0] for stage in order["stages"] for group in stage]
+    assert asked == [group.name for group in lineup.groups if "n2" in lineup.nodes(group)]
 
 
 def test_nodes_without_ranks_have_no_groups() -> None:

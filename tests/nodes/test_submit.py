@@ -14,7 +14,6 @@ from programs import first_on_path, write_program
 
 from slurm_rlhf.cli.commands import commands
 from slurm_rlhf.cli.train import submit as submit_command
-from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_jobs import minutes
@@ -145,7 +144,8 @@ def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch:
         assert found.finished() == f"the jobs that waited to go on with this run are cancelled: {which}"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["--state=PENDING 15 18", "--state=PENDING 12"]
-    assert read_slurm(JOB) is not None
+    write_program(tmp_path / "scontrol", f"#!/bin/sh\n{AWAY}\n")  # no two jobs are known to be the same run
+    assert continuation_of(Slurm(chain=True), tmp_path, JOB).finished() == ""
 
 
 AWAY = "echo 'scontrol: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"

@@ -137,15 +137,11 @@ def test_phases_add_up_and_tell_what_goes_on():
     stated: list[str] = []
     phases = Phases(stated.append)
 
-    def break_in_a_phase():
-        with phases("update"):
-            raise RuntimeError
-
     began = time.monotonic()
     with phases("rollout"), phases("reward"):
         time.sleep(0.05)
-    with pytest.raises(RuntimeError):
-        break_in_a_phase()
+    with pytest.raises(RuntimeError), phases("update"):
+        raise RuntimeError
     with phases("rollout"):
         pass
     assert stated == ["rollout", "reward", "rollout", "", "update", "", "rollout", ""]

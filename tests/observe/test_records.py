@@ -14,6 +14,7 @@ from recorded_run import Clock, sample
 
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
 from slurm_rlhf.observe.run_log import (
+    WORKERS_LOST,
     EventLog,
     WarningEvents,
     append_line,
@@ -25,6 +26,7 @@ from slurm_rlhf.observe.run_log import (
     read_events,
     read_rows,
     read_samples,
+    workers_lost,
 )
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import KEPT, CallSpans, append_timeline, joined, thinned
@@ -187,11 +189,17 @@ def test_the_timeline_keeps_the_last_steps_only(tmp_path: Path) -> None:
 def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_its_next_start(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     events = EventLog(path, Clock(1.0))
+    lost = f"{WORKERS_LOST} on n1: cable cut"
+    events.append("warning", 3, lost)
     for kind, engine in (("engine lost", 3), ("engine lost", 1), ("engine joined", 3), ("warning", 2)):
         events.append(kind, 4, f"in other words, engine {engine}", engine)
     assert engines_lost(read_events(path)) == {1: "in other words, engine 1"}
+    assert workers_lost(read_events(path)) == [lost]
     events.append("resume", 4, "step 4 of 9")
     assert engines_lost(read_events(path)) == {}
+    events.append("warning", 5, lost)
+    events.append("resume", 5, "step 5 of 9")
+    assert workers_lost(read_events(path)) == []
     assert "engine" not in path.read_text().splitlines()[-1]
 
 

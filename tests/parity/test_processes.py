@@ -26,7 +26,7 @@ def sample(task: Task, precision: str) -> None:
     if what == "refuse" and precision == "fp32":
         raise ModelError("no head")
     if what == "raise":
-        raise ValueError("first line\nsecond line")
+        raise ValueError("\nfirst line\nsecond line")
     if what == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "leave":

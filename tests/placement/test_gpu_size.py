@@ -14,12 +14,9 @@ from slurm_rlhf.placement.gpus import found_size, size_by_keys
 def test_the_user_knows_best() -> None:
     assert size_by_keys("", 0.0) is None
     by_name, by_size = size_by_keys("h100", 0.0), size_by_keys("", 80.0)
-    assert by_name is not None
-    assert by_size is not None
     assert by_name.gib == pytest.approx(79.1, abs=0.01)
     assert 78 < by_size.gib < 80
     both = size_by_keys("my_own", 48.0)
-    assert both is not None
     assert both.name == "my_own of 48 GB"
     with pytest.raises(ConfigError, match=r"train\.gpu: 'my_own' is no GPU that is known here.*H100 PCIe, "):
         size_by_keys("my_own", 0.0)
@@ -34,7 +31,6 @@ def test_one_kind() -> None:
 
 def test_a_bare_name_may_mean_two_sizes_and_that_is_said() -> None:
     found = size_by_keys("a100", 0.0)
-    assert found is not None
     assert found.notes == ("a100 is taken for A100 80GB; where it has 40 GB, say --train.gpu_memory_gb=40",)
 
 

@@ -328,6 +328,9 @@ def test_checkpointing_keeps_layer_inputs_and_one_layer() -> None:
     one = (saved(shape, plain) - saved(shape, Pass(0, 10, 2))) / shape.layers
     assert 0.8 * one < recomputed(shape, light) <= one
     assert saved(shape, light) < 0.3 * saved(shape, plain)
+    streams = shape.layers * shape.hidden * 4 + shape.hidden * (4 + 4) + 12  # under autocast all are fp32
+    angles = 2 * shape.head_dim * 10 * 4
+    assert saved(shape, Pass(100, 10, 2, "full", "sdpa", True)) == 100 * streams + angles
 
 
 # --- generation memory ------------------------------------------------------------------------------------------------

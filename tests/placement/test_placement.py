@@ -108,15 +108,18 @@ def test_a_node_listed_twice_and_no_node() -> None:
     ],
 )  # fmt: skip
 def test_errors_say_why_and_how_many_nodes_do(count: int, gpus: int, roles: list[RoleSize], expected: str) -> None:
-    with pytest.raises(PlacementError) as error:
+    with pytest.raises(PlacementError, match=re.escape(expected)):
         place(nodes(count, gpus), roles)
-    assert expected in str(error.value), str(error.value)
+
+
+def test_the_largest_of_unequal_nodes_is_named() -> None:
+    with pytest.raises(PlacementError, match="but the largest node, b, has 4 GPUs"):
+        place(Topology((Node("a", 2), Node("b", 4), Node("c", 3))), [RoleSize("critic", 1, 8)])
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_work_grows_with_the_nodes_and_no_faster(shared: bool) -> None:
     few, many = calls_to_place(1000, shared), calls_to_place(10000, shared)
-    print(f"{few} calls for 1,000 nodes, {many} for 10,000")
     assert many < 11 * few
     assert many < 10000 * 400
 

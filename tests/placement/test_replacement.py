@@ -126,6 +126,7 @@ def test_only_sizes_over_which_batches_divide_come_into_question() -> None:
     sizes = {change.get("actor.num_nodes", 2) * change.get("actor.num_gpus_per_node", 6) for change in every(config)}
     assert sizes == {12, 6, 4, 3, 2, 1}
     assert every(config)[0] == {}
+    assert list(smaller_layouts([[(1, {})], []])) == []  # no size of the second group is allowed
 
 
 def every(config: Config) -> list[dict[str, int]]:

@@ -70,7 +70,6 @@ def test_one_response_takes_a_reading_of_the_weights_for_each_token() -> None:
         "--train.batch_size=8",
     )
     gpu, shape = find_gpu("h100"), shape_of(SHAPES["7B"])
-    assert gpu is not None
     found = step("recipes/grpo", *one, "--rollout.max_new_tokens=1000")
     longest = max(response_lengths(8, 420, 1000))
     token = weights(shape, 1, 2) / (RATES.memory * gpu.bandwidth_gbs * 1e9) + RATES.step_s
@@ -153,7 +152,6 @@ def test_the_figures_in_the_heads_of_shipped_files_are_predicted(name: str) -> N
         *([("a100_40gb", f"on four A100 of 40 GB {numbers}", four)] if four else []),
     ):
         said = re.search(figures, head, re.IGNORECASE)
-        assert said is not None
         found = step(name, *words, model=model, card=card)
         wanted = [found.step, *(found.phases[phase] for phase in ("sampling", "forward", "update"))]
         assert [int(number) for number in said.groups()] == pytest.approx(wanted, abs=1)

@@ -77,12 +77,10 @@ class Process:
         self.process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **pipes)
 
     def tell(self, text: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{text}\n".encode())
         self.process.stdin.flush()
 
     def answer(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().decode().strip()
 
 

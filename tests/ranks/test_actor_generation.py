@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_policy import plain_engine, sample
-from tiny_models import make_tiny
 from training_ranks import make_config
 from waiting import HANG_S, scaled, until
 from warm_runs import WarmRun
@@ -69,11 +68,6 @@ def settings(directory: Path, model: Path) -> Config:
     plugin.write_text(PLUGIN.format(stall=str(directory.parent / "stall")))
     config.train.plugins = [str(plugin)]
     return config
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Client
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,15 +204,16 @@ def listener() -> Iterator[LocalListener]:
     made.close()
 
 
-@pytest.fixture
-def ends(listener: LocalListener) -> tuple[LocalStream, LocalStream]:
+def test_a_follower_knows_that_it_is_to_leave_before_it_comes_to_that() -> None:
+    follower: Any = SimpleNamespace(_leaving=False, _frames=SimpleQueue())
+    EngineFollower._take(follower, [1, "leave", None])
+    assert follower._leaving
+
+
+def test_messages_arrive_whole_and_in_order(listener: LocalListener) -> None:
     one = LocalStream(Client(listener.path))
     one.send(1)
-    return one, listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
-
-
-def test_messages_arrive_whole_and_in_order(ends: tuple[LocalStream, LocalStream]) -> None:
-    one, other = ends
+    other = listener.accept_all(EnginePlace(0, 0, 2, "here"), HANG_S)[1]
     heard: SimpleQueue[Any] = SimpleQueue()
     other.listen(heard.put, heard.put)
     large = np.arange(3_000_000, dtype=np.float32)

@@ -54,7 +54,6 @@ def test_dict_with_scores_and_logs(tmp_path: Path, one: str) -> None:
     said = f"{{'rewards': [2, 3], 'scores': [0, {one}], 'extra_logs': {{'a': 4, 'b': [5, 6]}}}}"
     answer = returning(tmp_path, said)(*batch())
     assert answer.rewards.tolist() == [2.0, 3.0]
-    assert answer.scores is not None
     assert answer.scores.tolist() == [0.0, 1.0]
     assert {name: values.tolist() for name, values in answer.extra_logs.items()} == {"a": [4.0], "b": [5.0, 6.0]}
 
@@ -269,7 +268,6 @@ def test_trls_keywords_are_passed_by_name(tmp_path: Path, definition: str, expre
     reward = load(tmp_path, f"{definition}\n    assert {expression}, locals()\n    return [1.0, None]\n")
     found = reward(*batch(), 4)
     assert found.rewards.tolist() == [1.0, 0.0]
-    assert found.skipped is not None
     assert found.skipped.tolist() == [False, True]
 
 
@@ -328,7 +326,6 @@ def test_the_pages_example_runs_and_names_every_argument(tmp_path: Path) -> None
         trajectory.text = text
     answer = reward(prompts, found, 1)
     assert answer.rewards.tolist() == [1.0, 0.5, 0.0, 0.5]
-    assert answer.scores is not None
     assert answer.scores.tolist() == [1.0, 1.0, 0.0, 1.0]
     assert answer.extra_logs["cut_off"].tolist() == [0.0, 1.0, 0.0, 1.0]
 

@@ -24,6 +24,7 @@ from slurm_rlhf.config.check import reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RewardError, WorkerError
 from slurm_rlhf.rewards.pooled import RemoteRewards, RewardServer
+from slurm_rlhf.wire import timeouts
 from slurm_rlhf.workers.http import Health, Servers, _seconds, health_of, token_of
 from slurm_rlhf.workers.pool import Code, WorkerPool
 
@@ -189,7 +190,6 @@ def test_null_means_that_the_reward_does_not_apply() -> None:
     with served(lambda request, body: say(request, 200, b'{"rewards": [null]}')) as server:
         with client(url(server)) as (source, _):
             found = source(*sampled("a"))
-    assert found.skipped is not None
     assert found.skipped.tolist() == [True]
 
 
@@ -231,9 +231,13 @@ def test_closing_ends_what_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [lambda request, body: say(request, 422, b'{"kind": "late", "error": "slow"}'), WRONG["nan"][0]]
+    ("kind", "answer"),
+    [
+        ("late", lambda request, body: say(request, 422, b'{"kind": "late", "error": "slow"}')),
+        ("raised", WRONG["nan"][0]),
+    ],
 )
-def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
+def test_what_fails_alone_gets_what_on_error_says(kind: str, answer: Answer) -> None:
     def one(request: Any, body: dict[str, Any]) -> None:
         (answer if "bad" in "".join(body["query"]) else good)(request, body)
 
@@ -242,8 +246,8 @@ def test_what_fails_alone_gets_what_on_error_says(answer: Answer) -> None:
         found = source([prompts[0]] * 2 + [prompts[2]], trajectories)
         asked = sorted((len(body["query"]), body["timeout_s"] / HANG_S) for body, _ in server.seen)
     assert found.rewards.tolist() == [1, 0, 3]
-    assert found.skipped is not None
     assert found.skipped.tolist() == [False, True, False]
+    assert [why.partition(":")[0] for why in found.failed.tolist()] == ["", kind, ""]
     assert asked == [(1, 0.45), (1, 0.45), (1, 0.9), (2, 0.45)]
 
 
@@ -257,8 +261,11 @@ def test_a_server_that_is_at_fault_is_not_asked_before_the_time_that_it_names(
         with client(url(server)) as (source, _):
             monkeypatch.setattr(source.servers, "_pause", pauses.append)
             assert source(*sampled(["abc"])).rewards.tolist() == [3]
+            monkeypatch.setattr(timeouts, "SERVER_RETRY_S", 0.01)
+            source.servers.waits = lambda: pauses.append(2)
+            Servers._pause(source.servers, 0.025)  # says twice that it waits
     assert all(1 < pause <= 3 for pause in pauses)
-    assert len(pauses) == 2
+    assert len(pauses) == 4
     assert [_seconds(header) for header in ("120", "0.5", "-1", "", "soon", "nan")] == [120, 0.5, 0, 0, 0, 0]
 
 

@@ -31,7 +31,6 @@ def test_the_sum_is_of_those_that_apply() -> None:
     parts = [RewardPart("a", 2.0), RewardPart("b", 0.5, [-1.0, 1.0])]
     found = weighted(parts, [answered(1, 2, None, None), answered(4, None, -8, None)], [[0, 1], [2, 3]])
     assert found.rewards.tolist() == [2.5, 4.0, -0.5, 0.0]
-    assert found.skipped is not None
     assert found.skipped.tolist() == [False, False, False, True]
     assert found.components["a"].tolist() == [1.0, 2.0, 0.0, 0.0]
     assert found.components["b"].tolist() == [1.0, 1.0, -1.0, -1.0]  # the mean of the others to the prompt
@@ -47,8 +46,6 @@ def test_scores_logs_and_failures_are_kept() -> None:
     one = Rewards(np.float32([1, 0]), failed=np.array(["", "late"]))
     two = Rewards(np.float32([1, 1]), np.float32([0, 1]), {"x": np.float32([3])}, {"y": np.float32([4, 5])})
     found = weighted([RewardPart("a"), RewardPart("b")], [one, two], [[0, 1]])
-    assert found.scores is not None
-    assert found.failed is not None
     assert (found.scores.tolist(), found.failed.tolist()) == ([0, 1], ["", "late"])
     assert {name: values.tolist() for name, values in found.extra_logs.items()} == {"b/x": [3], "b/y": [4, 5]}
     assert found.skipped is None
@@ -64,11 +61,9 @@ def test_an_environment_counts_with_another_source_and_its_lost_episodes_are_ski
         for number, (text, reason, reward) in enumerate((("7", STOP, 0.5), ("8", STOP, 0.5), ("7", LOST, 0.0))):
             prompts.append(Prompt(number, "p", IDS, "7", {"input": "p"}))
             found.append(response(number, text, finish_reason=reason, reward=reward))
-        assert source is not None
         answer = source(prompts, found, 1)
     finally:
         close_source(source)
-    assert answer.skipped is not None
     assert answer.skipped.tolist() == [False, False, True]
     assert answer.rewards[:2].tolist() == [1.5, 0.5]
     assert answer.components["environment"][:2].tolist() == [0.5, 0.5]
@@ -79,6 +74,9 @@ def test_an_environment_counts_with_another_source_and_its_lost_episodes_are_ski
     assert component_weights(config) == {"environment": 1.0, "a": 0.5}
     config.reward.sources = []
     assert made_source(config) is episode_rewards
+    found[0].score, found[1].logs = 2.0, {"moves": 3.0}
+    own = episode_rewards(prompts, found)
+    assert (own.scores.tolist(), own.extra_logs["moves"].tolist()) == ([2, 0, 0], [3])
 
 
 FILE = """

@@ -83,7 +83,6 @@ def test_a_sample_has_all_that_is_known_of_a_response(tmp_path: Path) -> None:
 
 def test_responses_whose_rewards_failed_are_among_the_samples_with_the_reason(tmp_path: Path) -> None:
     shown, (batch, experience) = reporting(tmp_path, samples=1), batch_of(5)
-    assert batch.scored is not None
     batch.scored.failed = np.array(["", "late: it did not return", "", "", "raised: no", ""])
     shown.samples(batch, experience)
     found = {sample.response: sample.failed for sample in read_samples(tmp_path / "samples.jsonl")}
@@ -126,10 +125,10 @@ def test_events_of_a_run_that_is_asked_to_stop_and_fails_later(tmp_path: Path) -
 
 def test_the_report_is_written_when_it_is_due_and_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    written: list[float] = []
+    written: list[int] = []
 
     def write(path: Path, runs: list[RunDirectory]) -> None:
-        written.append(clock[0])
+        written.append(recorder.step)
         clock[0] += 0.5
 
     monkeypatch.setattr("slurm_rlhf.run.recording.write_page", write)
@@ -141,7 +140,7 @@ def test_the_report_is_written_when_it_is_due_and_costs_little(tmp_path: Path, m
         clock[0] += 6.0
         recorder.done(step)
     # The first step, then every fifth one that is at least 50 s after it.
-    assert len(written) == 1 + 4
+    assert written == [1, 10, 20, 30, 40]
     assert 0.5 * len(written) < 0.015 * (clock[0] - 1000)
     recorder.end()
     assert len(written) == 6

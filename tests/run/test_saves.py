@@ -6,7 +6,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
@@ -210,12 +210,6 @@ def sample_alongside(engines: Engines) -> Sample:
 def reward(tmp_path: Path) -> RewardFunction:
     (tmp_path / "reward.py").write_text(SCORES)
     return RewardFunction.load(str(tmp_path / "reward.py"))
-
-
-@pytest.fixture
-def stop(tmp_path: Path) -> Iterator[Stop]:
-    with Stop(tmp_path) as listening:
-        yield listening
 
 
 @pytest.fixture(params=[None, sample_alongside], ids=["alone", "alongside"])

@@ -238,7 +238,6 @@ def hung(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, SimpleName
 
 def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(hung) -> None:
     stated = hung[0]["python"]
-    print(stated.report)
     line = PLUGIN.splitlines().index("            time.sleep(0.02)") + 1
     assert re.search(
         rf"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\): .*policy_loss \(\S*plugin.py:{line}\)",
@@ -256,7 +255,6 @@ def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(hung) -> N
 
 def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(hung) -> None:
     stated = hung[0]["lock"]
-    print(stated.report)
     line = PLUGIN.splitlines().index('    libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))') + 1
     assert re.search(
         r"behind is actor rank 1 .*: a call into C that holds the interpreter's lock, "
@@ -269,7 +267,6 @@ def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(h
 
 def test_an_engine_in_an_endless_step_is_named(hung) -> None:
     stated = hung[0]["engine"]
-    print(stated.report)
     assert re.search(
         r"behind is rollout rank 0 .*in generate for \d+ s\): it is in endless_step \(patch/sitecustomize.py:\d+\)",
         stated.report,
@@ -278,7 +275,6 @@ def test_an_engine_in_an_endless_step_is_named(hung) -> None:
 
 def test_a_reward_function_that_sleeps_is_named_with_its_line(hung) -> None:
     stated = hung[0]["reward-hang"]
-    print(stated.report)
     line = REWARD.splitlines().index("        time.sleep(0.02)") + 1
     assert re.search(rf"behind is the reward function, at reward_func \(\S*reward.py:{line}\)", stated.report)
 

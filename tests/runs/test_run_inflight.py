@@ -136,7 +136,6 @@ def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> N
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert row["perf/engine/0/responses"] > 0
-        print({name: row.get(name) for name in ("mixed_responses", "stale_tokens", "time/rollout", "time/update")})
     # Not the first ones after a start, which nothing was sampled ahead of.
     assert sum(row["mixed_responses"] > 0 for row in rows) >= 2
     assert rows[-1]["policy_version"] == STEPS
@@ -164,7 +163,6 @@ def test_no_token_is_older_than_the_bound(whole: Whole) -> None:
 def test_engine_and_actor_are_compared_under_the_same_policy_only(whole: Whole) -> None:
     compared = [row["rollout_logprob_diff_max"] for row in whole.rows if "rollout_logprob_diff_max" in row]
     moved = [row["stale_logprob_diff"] for row in whole.rows if "stale_logprob_diff" in row]
-    print("largest difference under one policy:", compared, "mean difference from an older one:", moved)
     assert len(compared) >= 2
     assert max(compared) < 1e-5
     assert max(moved) > 100 * max(compared)

@@ -162,7 +162,6 @@ def size(place: Path) -> int:
 def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     """Every process after its warm-up, and the run directory."""
     found = history.whole(warm)
-    print(found)
     assert len(metrics(run_dir)) == steps
     roles = {name.rpartition(" ")[0] for name in found}
     assert {"conductor", "rank of actor", "rank of rollout"} <= roles  # under Slurm ranks are started by no torchrun
@@ -174,7 +173,6 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     assert after < 1.5 * before
     checkpoint = max(size(path) for path in (run_dir / "checkpoints").glob("step_??????"))
     disk = [each for each in history.disk if each[0] >= warm]
-    print(f"checkpoint {checkpoint / MB:.1f} MB; without records {disk[0][2] / MB:.1f} -> {disk[-1][2] / MB:.1f} MB")
     assert max(others for _, _, others in disk) < (KEPT + 2) * checkpoint + 3 * MB
     assert slope_per_100([(step, records) for step, records, _ in disk]) < 100 * RECORDS
 

@@ -67,7 +67,6 @@ def test_code_is_scored_in_the_sandbox(config: Path, tmp_path: Path) -> None:
     words += (*SMALL, "--rollout.max_new_tokens=2", "--rollout.batch_size=32", "--train.batch_size=128")
     finished(config, tmp_path / "run", *words, command=[*COMMAND, *files])
     found = metrics(tmp_path / "run")
-    print([row["accuracy"] for row in found])
     assert all(row["reward"] == row["accuracy"] < 1 and row.get("reward/failed", 0) == 0 for row in found)
     assert found[0]["accuracy"] > 0 < found[0]["actor_grad_norm"]
     assert (tmp_path / "run" / "report.html").is_file()
@@ -222,7 +221,6 @@ def test_the_actor_passes_nothing_forward_but_for_the_self_check(bypassed: tuple
 
 def test_it_learns(bypassed: tuple[Path, str, list[Call]]) -> None:
     rewards = [row["reward"] for row in metrics(bypassed[0])]
-    print([round(reward, 3) for reward in rewards])
     # Five seeds, two of them with the instructions of AVX2 alone, rise by 0.925 to 0.980; without learning, by 0.
     assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.8
 

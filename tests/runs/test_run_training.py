@@ -223,7 +223,6 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     assert "resuming from" in output
     assert "self-check, first update: mean ratio 1" in output
     changed = re.search(r"^changed since step \d: .*ckpt.async_save true -> false", output, re.M)
-    assert changed is not None
     assert changed[0] in (run_dir / "events.jsonl").read_text()
     assert changed[0].partition(" ->")[0] in (run_dir / "report.html").read_text()
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))

@@ -117,7 +117,6 @@ def test_two_at_once_wait_for_each_other(checkout: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        assert waiting.stderr is not None
         assert "waiting for it" in waiting.stderr.readline()
         assert waiting.poll() is None
     _, rest = waiting.communicate(timeout=HANG_S)

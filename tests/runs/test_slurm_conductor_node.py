@@ -41,14 +41,11 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
     with slurm.patience(NOTICED_S):
         slurm.cluster("crash", FIRST)
         try:
-            left = slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks")
-            waiting = slurm.agents(*OTHERS)
+            slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks")
             assert not any(slurm.cluster("exec", node, "ls", "-A", "/dev/shm").split() for node in OTHERS)
             before = slurm.run(COMMAND, "status", str(run_dir))
             known = slurm.job(job)["JobState"] != "RUNNING"
             slurm.wait_until(lambda: AFTER[how] in slurm.run(COMMAND, "status", str(run_dir)), f"{AFTER[how]}")
-            after = slurm.run(COMMAND, "status", str(run_dir))
-            print(f"{how}: the ranks were gone after {left:.0f} s, {waiting}\n{before}\n{after}", flush=True)
             number = job
             if "--no-requeue" in how:
                 number = slurm.submit(
@@ -95,8 +92,7 @@ def test_a_conductor_that_is_killed_alone_ends_its_job_and_nobody_requeues_it(sl
     job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
     os.kill(conductor(slurm, run_dir), signal.SIGKILL)
     assert slurm.wait_over(job) == ("FAILED", 0)
-    gone = slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
-    print(f"gone after {gone:.0f} s")
+    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
     assert slurm.job(job)["Restarts"] == "0"
     assert list((run_dir / ".control").glob("headless.*")) == []
 
@@ -111,11 +107,10 @@ def test_a_first_node_that_is_back_before_slurm_misses_it_costs_one_requeue(slur
         assert slurm.agents(*OTHERS)  # they wait
     finally:
         slurm.restart(FIRST)
-    back = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
     slurm.wait_until(lambda: not slurm.agents(*OTHERS), "end of what waits")
     requeued(slurm, job)
     slurm.wait_until(lambda: "resuming from" in said(run_dir), "next start")
-    print(f"requeued {back:.0f} s after its first node was back")
     assert slurm.job(job)["Restarts"] == "1"
     assert list((run_dir / ".control").glob("headless.*")) == []
     slurm.run("scancel", str(job))

@@ -32,12 +32,11 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     assert summary(run_dir)["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
     slurm.cluster("crash", "gpu002")
     try:
-        stated = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart")
+        slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart")
         slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run")
     finally:
         slurm.restart("gpu002")
     ended = slurm.wait_over(job)
-    print(f"reported after {stated:.1f} s")
     assert ended == ("COMPLETED", 0), said(run_dir)
     assert "left out from now on: gpu002; the run goes on with 1 node" in said(run_dir)
     assert "smaller from now on: actor.num_nodes = 1 (it was 2)" in said(run_dir)
@@ -45,7 +44,6 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     found = re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir))
     at = int(found[-1])
     assert at >= 2
-    print(f"went on from step {at}, with {summary(run_dir)['world']}")
     assert timeless(rows(run_dir))[:at] == calm.metrics[:at]
     assert_close_metrics(rows(run_dir)[at : at + COMPARED], rows(calm.run_dir)[at : at + COMPARED])
     assert len(rows(run_dir)) == STEPS

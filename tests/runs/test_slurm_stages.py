@@ -148,9 +148,6 @@ def test_a_stage_whose_node_dies_goes_on_on_another_one(slurm: Cluster, work: Pa
             slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "end of the first start")
             slurm.start_soon(job)
             assert slurm.wait_over(job) == ("COMPLETED", 0), (work / f"{name}.log").read_text()
-            print(
-                (work / f"{name}.log").read_text(), slurm.run(COMMAND, "status", str(work / f"{name}.run")), flush=True
-            )
             assert lost not in slurm.job(job)["NodeList"]
         finally:
             slurm.restart(lost)

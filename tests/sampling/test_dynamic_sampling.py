@@ -41,7 +41,6 @@ def test_a_dropped_group_is_replaced_before_the_last_response_is_there() -> None
     batch = cast(Batch, found[0])
     assert batch.metrics == {"dynamic_filtering/prompts": 7, "dynamic_filtering/pass_rate": pytest.approx(4 / 7)}
     assert batch.judged == 7
-    assert batch.rewards is not None
     assert batch.rewards.rewards.tolist() == [1, 0] * BATCH
     assert batch.rewards.extra_logs["calls"].tolist() == [1] * 2 * BATCH
     assert (batch.order["place"], batch.order["again"]) == (7, [])
@@ -257,7 +256,6 @@ def test_rewards_of_several_calls_are_joined() -> None:
     second = Rewards(f(7, 8), f(1, 1), {"all": f(3)}, {"form": f(3, 4)})
     whole = joined([first.select(slice(2, 4)), second])
     assert whole.rewards.tolist() == [3, 4, 7, 8]
-    assert whole.scores is not None
     assert whole.scores.tolist() == [0, 1, 1, 1]
     assert {name: values.tolist() for name, values in whole.extra_logs.items()} == {"each": [7, 8], "all": [9, 9, 3, 3]}
     assert whole.components["form"].tolist() == [2, 0, 3, 4]

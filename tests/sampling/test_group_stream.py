@@ -71,7 +71,6 @@ def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later() -> No
         until(lambda: run.engines.places() == list(range(8)))
         run.engines.finish(1, 2, 4, 7)
     assert places(found[0]) == [1, 2, 4, 7]
-    assert isinstance(found[0], Batch)
     assert found[0].order["again"] == [0, 3, 5, 6]  # begun, and not trained on
     assert (found[0].order["place"], found[0].order["taken"]) == (8, 1)
     run.stream.updated(1)

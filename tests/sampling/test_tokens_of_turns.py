@@ -47,7 +47,6 @@ def sampled(made: Environments, rng: random.Random) -> tuple[Trajectory, bool]:
     """A turn with a call, half of them behind tokens as no encoder would write them; whether the call stands alone."""
     tokenizer, (tools,) = made.tokenizer, made.described.values()
     reader = made.tokens["tools"].reader
-    assert reader is not None
     call = ToolCall("look_up", {"text": rng.choice(["a b", "falsE", "ö\n"]), "count": rng.randrange(10**6)})
     asked = tokenizer.chat([QUESTION], tools=tools.schemas)
     written = tokenizer.chat([QUESTION, reader.message("", [call])], tools=tools.schemas, answer=False)[len(asked) :]

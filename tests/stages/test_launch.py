@@ -51,6 +51,7 @@ def test_the_ranks_of_a_stage_are_started_and_their_errors_reported(job: Path, m
     bad = run([*COMMAND, "sft", "job.toml", "--sft.output_dir=other", "--sft.batch_size=102"], job, {})
     assert bad.returncode == 1
     assert "and no model was written" in bad.stderr
+    assert "restart" not in bad.stdout  # nothing came of the first start
     assert "100 usable examples, fewer than sft.batch_size = 102: lower it" in bad.stderr
     odd = run([*COMMAND, "sft", "job.toml", "--sft.output_dir=other", "--sft.batch_size=7"], job, {})
     assert odd.returncode == 2
@@ -60,7 +61,6 @@ def test_the_ranks_of_a_stage_are_started_and_their_errors_reported(job: Path, m
 def test_a_rank_that_dies_starts_again_from_the_newest_checkpoint(job: Path, measured: list[str]) -> None:
     words = ["sft", "job.toml", "--sft.output_dir=killed", "--sft.save_steps=4"]
     with started([*COMMAND, *words], job) as process:
-        assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("sft: step 6/20 "):
                 below = psutil.Process(process.pid).children(recursive=True)

@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from random_models import saved_tokenizer
 from safetensors.torch import load_file, save_file
 from stage_runs import VLLM_ON_CPU, metrics, run
 from tiny_models import make_reward, make_tiny
@@ -39,11 +38,6 @@ llm = LLM(sys.argv[1], runner="pooling", dtype="float32", enforce_eager=True, ma
 found = llm.classify([{"prompt_token_ids": ids} for ids in json.load(open(sys.argv[2]))], use_tqdm=False)
 print("SCORES " + json.dumps([score for each in found for score in each.outputs.probs]))
 """
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return saved_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 def written(directory: Path, rows: list[Any], name: str = "pairs.jsonl") -> Path:
@@ -164,7 +158,6 @@ def test_transformers_and_the_reward_role_give_the_scores_that_it_was_measured_b
         save_file(with_bias, base / "model.safetensors", {"format": "pt"})
         finished(start(job, *words, f"--actor.model_name_or_path={base}"))
     statistics = reward_statistics(str(job / "out"))
-    assert statistics is not None
     config = Config()
     config.reward.model_name_or_path, config.data.max_len = str(job / "out"), 16
     config.ds.param_dtype = "bf16" if words else "fp32"

@@ -145,7 +145,6 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     command = [sys.executable, str(job / "slurm-rlhf"), "sft", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     first = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
-    assert first.stdout is not None
     for line in first.stdout:
         if line.startswith("sft: step 19/40"):
             first.kill()
@@ -154,7 +153,6 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     assert [path.name for path in (job / "again.run" / "checkpoints").glob("step_*[0-9]")] == ["step_000016"]
 
     second = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
-    assert second.stdout is not None
     said = []
     for line in second.stdout:
         said.append(line)
@@ -223,7 +221,6 @@ def test_held_out_examples_are_all_rows_of_their_file(job: Path, monkeypatch: py
     config.sft.dataset, config.sft.eval_dataset, config.sft.batch_size = "sums.jsonl", "held_out.jsonl", 2
     config.data = Data(max_len=32, max_samples=5, filter=["output=1"])
     inputs = read_inputs(config, "sft")
-    assert inputs.held_out is not None
     assert (len(inputs.examples), len(inputs.held_out)) == (2, 15)
 
 
@@ -252,7 +249,6 @@ def test_only_words_of_the_assistant_count(job: Path) -> None:
     loss, metrics = SftTrainer._loss(trainer, part, 3.0)
     loss.backward()
     assert (float(loss.detach()), float(metrics["loss"])) == (pytest.approx(7 / 3), 7.0)
-    assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([-1 / 3, 0, -1 / 3, -1 / 3, 0])
     examples: Any = SimpleNamespace(experience=part)
     assert SftTrainer.measured(trainer, examples)["loss"] == pytest.approx(7 / 3)

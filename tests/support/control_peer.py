@@ -33,7 +33,6 @@ def start_peer(
 def start_conductor(key_file: Path) -> tuple[subprocess.Popen[bytes], str]:
     """A conductor's process and its endpoint; the caller stops it with `stop_peer`."""
     process = _start(str(key_file), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
     return process, process.stdout.readline().decode().strip()
 
 

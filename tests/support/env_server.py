@@ -24,7 +24,6 @@ class EnvServer:
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
         found = re.search(r"on (http://\S+:(\d+))", self.process.stdout.readline())
         assert found
         self.url, self.port = found[1], int(found[2])

@@ -91,7 +91,6 @@ class Lane:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if self.report or _HEADING.fullmatch(line.strip()):
                 self.report.append(line)

@@ -87,15 +87,13 @@ def store_commands(dice: random.Random) -> bytes:
 class Strangers:
     """`with Strangers(ports) as strangers:` come to each port again and again until the block ends.
 
-    `sent` counts what came through, by kind, `met` the ports that they came to, and `refused` how often nobody listened
-    any more.
+    `sent` counts what came through, by kind, and `met` are the ports that they came to.
     """
 
     def __init__(self, ports: Callable[[], Iterable[Listening]], recorded: list[bytes]) -> None:
         """`ports` is asked before each round: while a run starts, processes open more of them."""
         self.sent: Counter[str] = Counter()
         self.met: set[Listening] = set()
-        self.refused = 0
         self.rounds = 0
         """Rounds in which each kind of message has come to each port."""
         self._ports = ports
@@ -139,8 +137,7 @@ class Strangers:
         else:
             try:
                 stranger = socket.create_connection((port.address, port.port), timeout=5)
-            except OSError:
-                self.refused += 1
+            except OSError:  # nobody listens there any more
                 return
             with contextlib.suppress(OSError):
                 stranger.sendall(data)

@@ -151,6 +151,11 @@ def generate(
     return sorted(done, key=lambda t: (t.prompt, t.sample))
 
 
+def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
+    """Return the tokens of each response."""
+    return [trajectory.response_ids.tolist() for trajectory in trajectories]
+
+
 def model(seed: int) -> Any:
     """A transformers model with the weights of policy `seed`; 0: those of the directory."""
     import torch

@@ -82,7 +82,6 @@ def calm_run(slurm: Cluster) -> Calm:
     taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(taken, env=slurm.environment, text=True, **pipes) as holder:  # it ends with its stdin
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         slurm.run("scontrol", "release", str(job))
         slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")

@@ -59,13 +59,11 @@ class Peer:
         return self.process.pid
 
     def tell(self, command: str, **args: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([command, args]) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
         """The next answer. An exception there is {"error": type, "message": text}."""
-        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
     def fit(self) -> bool:

@@ -190,8 +190,7 @@ def run_stall(model: Path, out: Path) -> None:
     os._exit(0)  # at exit, what is left of the group would be waited for
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     model, out = Path(request["model"]), Path(request["out"])
     for case in request.get("cases", []):
         run_case(case, model, out)
@@ -217,9 +216,9 @@ def torchrun(ranks: int, timeout_s: float = 150.0, program: str = __file__, **re
     assert process.returncode == 0, output[-6000:]
 
 
-def as_rank(main: Callable[[], None]) -> None:
-    """Leave after `main` as a rank of a run does: the interpreter's teardown of torch and gloo can abort."""
-    main()
+def as_rank(main: Callable[[dict[str, Any]], None]) -> None:
+    """Do what was asked for, and leave as a rank of a run does: the teardown of torch and gloo can abort."""
+    main(json.loads(sys.argv[1]))
     sys.stdout.flush()
     os._exit(0)
 

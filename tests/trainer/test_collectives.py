@@ -6,7 +6,6 @@ Run as a program, this file is the rank that torchrun starts.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -179,8 +178,7 @@ def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (logprobs * weights).sum() - ENTROPY * entropy.sum()
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     models, out = Path(request["models"]), Path(request["out"])
     wire = Wire()
     from slurm_rlhf.trainer.distributed import join_world

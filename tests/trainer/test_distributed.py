@@ -39,7 +39,6 @@ def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> N
     """torch's clients would wait for it for ever."""
     with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
             port = server.stdout.readline().strip()
             os.kill(server.pid, signal.SIGSTOP)
             variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

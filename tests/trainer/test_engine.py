@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -169,11 +168,6 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
-
-
-@pytest.fixture(scope="module")
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Train on one rank and on two, and return where each has written."""
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
@@ -289,8 +283,7 @@ def run_case(case: tuple[int, str, bool], model: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     found = {name(tuple(case)): run_case(tuple(case), Path(request["model"])) for case in request["cases"]}
     (Path(request["out"]) / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 

@@ -5,8 +5,6 @@ Run as a program, this file is the rank that torchrun starts.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +21,11 @@ pytestmark = pytest.mark.slow
 CASES = [(2, "fp32"), (1, "bf16"), (3, "bf16"), (0, "fp32"), (0, "bf16")]
 
 
-def main() -> None:
+def main(request: dict[str, str]) -> None:
     """Train, save, and write down what the model has then."""
     from slurm_rlhf.trainer.trainers import PolicyTrainer
 
-    out = Path(json.loads(sys.argv[1])["out"])
+    out = Path(request["out"])
     for zero_stage, param_dtype in CASES:
         trainer = PolicyTrainer(make_config(out / "model", zero_stage=zero_stage, param_dtype=param_dtype), 4)
         train(trainer, range(2), 40)

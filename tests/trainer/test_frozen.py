@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,7 @@ def experience() -> Experience:
 # --- what each rank does ---------------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     models, out = Path(request["models"]), Path(request["out"])
     from slurm_rlhf.trainer.distributed import join_world
     from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel

@@ -65,7 +65,6 @@ class Role:
 
     def go(self, rank: int) -> None:
         stdin = self.ranks[rank].stdin
-        assert stdin is not None
         stdin.write("\n")
         stdin.flush()
 

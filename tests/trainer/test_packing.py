@@ -33,6 +33,13 @@ def each_alone(q, k, v, bounds, scale, window=None, softcap=None):
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
+def test_fewer_keys_than_heads_whatever_the_length() -> None:
+    query, key, value = (torch.randn(1, heads, 4, 8) for heads in (4, 2, 2))
+    wide = [tensor.repeat_interleave(2, dim=1) for tensor in (key, value)]
+    found, wanted = (batch._causal(query, *pair, None, None, None) for pair in ((key, value), wide))
+    torch.testing.assert_close(found, wanted)
+
+
 def take_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have loaded models use transformers' function for flash attention, which may not ask the device for lengths."""
     from transformers import AttentionInterface

@@ -6,8 +6,6 @@ Run as a program, this file is the rank that torchrun starts.
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +97,7 @@ def references(config: Config, world: Any, prefix: str, actor: bool = True) -> d
     return {prefix + name: torch.as_tensor(numbers) for name, numbers in answers.items()}
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     models, out = Path(request["models"]), Path(request["out"])
     from slurm_rlhf.trainer.distributed import join_world
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +80,8 @@ def record(trainer: Any, metrics: list[dict[str, float]], path: Path) -> None:
         Path(f"{path}.json").write_text(json.dumps(metrics))
 
 
-def main() -> None:
-    out, ranks = Path(json.loads(sys.argv[1])["out"]), int(os.environ["WORLD_SIZE"])
+def main(request: dict[str, Any]) -> None:
+    out, ranks = Path(request["out"]), int(os.environ["WORLD_SIZE"])
     for case in CASES if ranks == 2 else ():
         start(case, out)
     for case, now, zero_stage in GOES_ON:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +120,7 @@ def equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
     return all(torch.equal(each, others[name]) for name, each in some.items())
 
 
-def main() -> None:
-    request = json.loads(sys.argv[1])
+def main(request: dict[str, Any]) -> None:
     for name in CASES:
         for size in [1] if request["alone"] else SIZES_OF.get(name, [2]):
             found = compute(name, Path(request["models"]), size)

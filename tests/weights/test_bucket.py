@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weights.backends.gloo import Gloo, GlooTransport
-from slurm_rlhf.weights.bucket import Assembly, Pool, checksum, fill, host_checksum, verify
+from slurm_rlhf.weights.bucket import Assembly, Pool, _in_words, checksum, fill, host_checksum, verify
 from slurm_rlhf.weights.ends import span_source
 from slurm_rlhf.weights.rendezvous import connect, listen
 from slurm_rlhf.weights.routes import routes
@@ -189,6 +189,16 @@ def test_parameters_that_are_not_the_plan():
         source(plan.buckets[0][0])
 
 
+def test_bytes_are_words_where_their_place_and_their_number_are():
+    data = _random_bytes(24)
+    assert [_in_words(data[first:last]) for first, last in ((0, 16), (8, 24), (1, 17), (8, 17))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
     pool = Pool(torch.device("cpu"))
     first = pool.take(1000)
@@ -198,9 +208,10 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
     second = pool.take(1000)
     assert second.data_ptr() != address
     kept.fill_(1.0)
-    del kept
-    assert pool.take(900).data_ptr() == address
-    assert pool.peak == 2000
+    larger = pool.take(1500)
+    del kept, larger
+    assert pool.take(900).data_ptr() == address  # the smallest that fits
+    assert pool.peak == 3500
 
 
 def test_idle_memory_counts_as_held():

@@ -13,13 +13,14 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RoleDied, SyncBroken
+from slurm_rlhf.errors import RoleDied, SyncBroken, SyncError
 from slurm_rlhf.records import SyncReport
 from slurm_rlhf.weights import update
 from slurm_rlhf.weights.backends import TransportFailure
 from slurm_rlhf.weights.diagnosis import Diagnosis
 from slurm_rlhf.weights.ends import ActorEnd
-from slurm_rlhf.weights.lead import EngineLost, WeightSync, settle_update
+from slurm_rlhf.weights.group import SyncGroup
+from slurm_rlhf.weights.lead import EngineLost, WeightSync, _end_forming, _Transfer, settle_update
 from slurm_rlhf.wire import timeouts
 
 BROKEN = SyncReport(broken="rank 3 is silent", silent=True)
@@ -99,6 +100,18 @@ def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> N
     assert "it hangs in a weight update that broke off" in str(lost)
 
 
+def test_an_update_that_is_always_cut_off_is_repeated_and_then_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(WeightSync, "connect", lambda sync, parameters, engines: joined.append(engines))
+    monkeypatch.setattr(WeightSync, "_join", lambda sync: joined.append("fallback"))
+    config = Config()
+    for config.sync.fallback, ways in (("none", [[]]), ("gloo", [[], "fallback"])):
+        with pytest.raises(SyncError, match=r"^rank 3 is silent$"):
+            WeightSync(config, Actor(), Engines({}), "node1").update(7)  # type: ignore[arg-type]
+        assert joined == ways
+        joined.clear()
+
+
 def test_an_actor_rank_reports_that_an_update_broke_off() -> None:
     """It raises nothing: the run may do the same over a new group."""
     end: Any = ActorEnd(Config(), "actor 0")
@@ -152,3 +165,19 @@ def test_an_update_that_went_through_is_waited_for() -> None:
     threading.Timer(1.0, engines.calls[0].set_result, (SyncReport(),)).start()
     assert settle(engines, [answered(SyncReport())]) == []
     assert engines.given_up == {}
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "GROUP_MARGIN_S", 0.05)
+    group: Any = SimpleNamespace(timeout_s=0.1, board=SimpleNamespace(refusal=str), ended="", name="g")
+    over = threading.Event()
+    with pytest.raises(SyncError, match=r"group g: rank 1 did not come within 0\.1 s"):
+        SyncGroup.wait_for(group, lambda: over.wait(HANG_S), "rank 1")
+    over.set()
+
+
+def test_a_group_that_lost_an_engine_while_it_formed_is_aborted_until_its_leader_has_begun() -> None:
+    leader, asked = mock.Mock(), _Transfer(Engines({}), [], {}, lost={0: RoleDied("gone")})  # type: ignore[arg-type]
+    for waited in (0.1, 0.2, timeouts.TRANSFER_ABORT_S + 0.1):
+        _end_forming(leader, asked, waited)
+    assert leader.call.call_count == 2

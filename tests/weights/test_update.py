@@ -347,7 +347,6 @@ BOUNDS = {"fp32": 1e-5, "bf16": 0.15}
 
 def check(cell: Cell, place: Path) -> None:
     found = updates(cell, place)
-    print(cell, " ".join(f"{current:.2g}/{stale:.2g}" for current, stale in found))
     assert len(found) == 2
     for current, stale in found:
         assert current < BOUNDS[cell.dtype]

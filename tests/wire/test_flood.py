@@ -34,7 +34,6 @@ def lines(*words: str) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> list[str]:
-    assert process.stdout is not None
     return process.stdout.readline().split()
 
 
@@ -86,7 +85,6 @@ def rank(endpoint: str, keys: RunKeys, number: int) -> ControlClient:
 
 
 def answered(conductor: subprocess.Popen[str], client: ControlClient, number: int) -> list[str]:
-    assert conductor.stdin is not None
     conductor.stdin.write(f"{number}\n")
     conductor.stdin.flush()
     received(client).reply("fine")

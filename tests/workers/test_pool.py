@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from slurm_rlhf.cluster.processes import KEYS, running
 from slurm_rlhf.errors import WorkerError
 from slurm_rlhf.observe.stacks import Frame
 from slurm_rlhf.polling import UNDER_WAY
-from slurm_rlhf.workers.pool import WORKER, Code, WorkerPool, stacks_of_workers
+from slurm_rlhf.workers.pool import WORKER, Code, PoolWorker, WorkerPool, stacks_of_workers
 
 HERE = Path(__file__).parent
 SERVED = (HERE / "served.py").read_text(encoding="utf-8")
@@ -62,6 +63,8 @@ def test_a_worker_loads_nothing_heavy_and_gets_no_keys(pools: Pools, monkeypatch
     pool = pools()
     assert pool.submit("heavy", timeout_s=HANG_S).result(HANG_S) == []
     assert pool.submit("secrets", timeout_s=HANG_S).result(HANG_S) == []
+    gone: Any = SimpleNamespace(pool=SimpleNamespace(memory_mb=1), _process=SimpleNamespace(pid=0))
+    assert not PoolWorker._too_large(gone)
 
 
 def test_a_worker_that_does_a_call_says_where_it_is_and_goes_on(pools: Pools, tmp_path: Path) -> None:
@@ -199,7 +202,6 @@ def test_workers_end_with_the_conductor(pools: Pools, number: signal.Signals) ->
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER], env={**os.environ, "PYTHONPATH": str(HERE)}, stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
     pids: list[int] = []
     try:
         while len(pids) < 3:
