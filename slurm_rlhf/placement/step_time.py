@@ -333,8 +333,7 @@ class Work:
 
     def _link(self) -> float:
         """Return the bytes a second of a ring over the ranks: by a node's network if there are several nodes."""
-        group = ROLES[self.role].settings(self.config)
-        return self.links.inside if group.num_nodes == 1 else self.links.network
+        return self.links.inside if ROLES[self.role].settings(self.config).num_nodes == 1 else self.links.network
 
 
 def sampling(

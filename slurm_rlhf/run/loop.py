@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,6 @@ class TrainingLoop:
     def _begin(self) -> None:
         """Give the engines their first weights; if they are inflight or colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
-        if self.reporting.prediction is not None and self.step.pool is not None:
-            self.reporting.prediction.measure_sync(partial(self.step.pool.update, self.state.policy_version))
         if self.reporting.gpus is not None:
             self.reporting.gpus.started()
         self.reporting.best = self.checkpoints.best

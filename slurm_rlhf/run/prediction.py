@@ -18,13 +18,14 @@ import numpy as np
 
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement import step_time
 from slurm_rlhf.placement.gpus import Gpu
 from slurm_rlhf.placement.memory import Models, known_models
 from slurm_rlhf.placement.model_shape import batch_flops
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.records import I32, Experience
+from slurm_rlhf.run.experience import one_at_a_time
 from slurm_rlhf.wire.calls import EngineCalls, PassRequest, SamplingRequest, TrainerCalls
 from slurm_rlhf.wire.handles import RoleHandle, gather, send_shards
 
@@ -84,11 +85,6 @@ class Prediction:
             if name in timings and not (ahead and phase == "sampling"):
                 self._seconds.setdefault(phase, deque(maxlen=LAST)).append(timings[name])
 
-    def measure_sync(self, update: Callable[[], Mapping[str, float]]) -> None:
-        """Measure `update`, which returns its metrics, three times; the engines have had an update before."""
-        if self.sync_s is None and (took := [s for _ in range(3) if (s := update().get(MEASURED["sync"]))]):
-            self.sync_s = median(took)
-
     def compared(self) -> dict[str, PhaseSeconds]:
         """Predict the phases, each with what was measured; empty before the first step."""
         known = self.speeds
@@ -126,34 +122,21 @@ TOKENS = 16
 """Most tokens of a response that an engine samples in a measurement."""
 
 
-def measured_prediction(
-    config: Config, ranks: RankMap, roles: Mapping[str, RoleHandle[Any]], engines: Sequence[int], prompt: I32
-) -> Prediction | None:
-    """Measure the ranks, which are idle, and return the `Prediction` of the run.
-
-    `engines`: those that have started; `prompt`: tokens of a typical one. None if nothing is measured: on GPUs, with
-    train.colocate_all or train.full_determinism, if preflight is not auto, and for an unknown or a large model. Raises
-    RunError.
-    """
-    lone = config.train.colocate_all or config.train.full_determinism or config.preflight != "auto"
-    if lone or ranks.topology.accelerator != CPU or (models := known_models(config)) is None:
-        return None
-    speeds = _Measurement(config, ranks, roles, engines, models, prompt).speeds()
-    return Prediction(config, models, speeds) if speeds else None
-
-
 @dataclass
-class _Measurement:
-    """Has trained roles and engines compute sequences of the length that is to be expected, first few, then more."""
+class Measurement:
+    """Has idle roles and engines compute sequences of the length that is to be expected, first few, then more."""
 
     config: Config
     ranks: RankMap
     roles: Mapping[str, RoleHandle[Any]]
-    engines: Sequence[int]
-    models: Models
-    prompt: I32
+    engines: Sequence[int]  # those that have started, and are awake
+    prompt: I32  # tokens of a typical one
 
     def __post_init__(self) -> None:
+        models = known_models(self.config)
+        if models is None:
+            raise RunError("the shape of a model is not known")
+        self.models = models
         self._trained = [role for role in self.roles if ROLES[role].kind == "trained"]
         nodes = {share.node for shares in self.ranks.roles.values() for share in shares}
         here = len(os.sched_getaffinity(0))
@@ -162,12 +145,18 @@ class _Measurement:
         self._cores = step_time.Cores(cores, self.config.train.threads_per_rank or max(1, cores // rivals))
         self._response = max(1, round(step_time.MEAN * self.config.rollout.max_new_tokens))
 
-    def speeds(self) -> Speeds | None:
-        """Measure; None for a model that takes too long."""
+    def prediction(self, update: Callable[[], Mapping[str, float]]) -> Prediction:
+        """Measure all, and `update`, which gives weights to the engines; raises RunError, also for a large model."""
+        speeds = self.speeds()
+        took = [seconds for _ in range(3) if (seconds := update().get(MEASURED["sync"]))]
+        return Prediction(self.config, self.models, speeds, median(took) if took else None)
+
+    def speeds(self) -> Speeds:
+        """Measure. Raises RunError for a model that takes too long."""
         world, batch = self.roles[ACTOR].world, self.config.rollout.batch_size
         of_one = self._work(1).update_flops()
         if 2 * of_one > MOST:
-            return None
+            raise RunError(f"two sequences take {2 * of_one:.1g} FLOPs of the actor, and at most {MOST:.0g} are tried")
         samples = self.config.rollout.n_samples_per_prompt
         length = len(self.prompt) + self._response
         room = self.config.train.max_tokens_per_gpu // length
@@ -204,12 +193,14 @@ class _Measurement:
             request = partial(PassRequest, backward=backward)
             most = self.config.train.max_tokens_per_gpu
             answers[role] = send_shards(self.roles[role], TrainerCalls.measure, request, batch, most)[1]
+            one_at_a_time(self.config, answers[role])
         found = gather([each for calls in answers.values() for each in calls])[: self.roles[ACTOR].world]
         work = self._work(count)
         flops = work.update_flops() if backward else work.flops()
         # Predictions divide the cores among the ranks. If more threads than cores took turns here, the clock counts
         # their waiting, too.
-        threads = sum(self.roles[role].world for role in self._trained) * self._cores.threads
+        at_once = [ACTOR] if self.config.train.colocate_all else self._trained
+        threads = sum(self.roles[role].world for role in at_once) * self._cores.threads
         crowd = max(1.0, threads / self._cores.count)
         probe = step_time.Probe(flops, max(max(each.seconds / crowd, each.busy) for each in found))
         return probe, min(each.optimizer for each in found), min(each.link for each in found)

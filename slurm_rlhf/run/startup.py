@@ -31,7 +31,7 @@ from slurm_rlhf.rewards.sources import WeightedRewards
 from slurm_rlhf.run.colocation import Colocation
 from slurm_rlhf.run.gpu_account import GpuAccount
 from slurm_rlhf.run.loop import TrainingLoop
-from slurm_rlhf.run.prediction import measured_prediction
+from slurm_rlhf.run.prediction import Measurement
 from slurm_rlhf.run.run_state import RunCheckpoints, SaveCadence
 from slurm_rlhf.run.self_check import SelfCheck
 from slurm_rlhf.run.step import TrainingStep
@@ -126,7 +126,6 @@ class Startup:
                 colocation.put_engines_to_sleep()
         gpus = self._gpus()
         self._start_trainers(pool)
-        self._measure_cpus()
         step = self._step(self._episodes(pool), pool, colocation)
         directory, saved = CheckpointDir(self.run.directory.root), self.run.reporting.saved
         nodes, ckpt = len(self.run.ranks.topology.nodes), config.ckpt
@@ -136,6 +135,7 @@ class Startup:
         self._checkpoints = checkpoints
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.run.reporting.note)
+        self._measure_cpus(step)
         if gpus is not None and self._gpu_sums:
             gpus.load_state_dict(self._gpu_sums)
         final = self.run.directory.final
@@ -162,18 +162,24 @@ class Startup:
         report.gpus = GpuAccount(run.config, run.ranks, roles, run.started, report.recorder.transfer, report.note)
         return report.gpus
 
-    def _measure_cpus(self) -> None:
+    def _measure_cpus(self, step: TrainingStep) -> None:
         """Measure the speed of the CPUs, once; a rank that fails here fails again later, where that is handled."""
-        run, report, roles = self.run, self.run.reporting, self.supervisor.roles
-        engines = self.supervisor.engines
-        if report.prediction is not None or engines is None:
+        run, report, pool, version = self.run, self.run.reporting, step.pool, self.run.state.policy_version
+        if report.prediction is not None or report.gpus is not None:
+            return
+        unmeasured = "the speed of the CPUs was not measured, so no step is predicted"
+        if pool is None or run.config.preflight != "auto":
+            why = f"preflight is {run.config.preflight}, and auto measures it" if pool else "the actor samples itself"
+            report.note(f"{unmeasured}: {why}")
             return
         lengths = sorted((prompt.token_ids for prompt in self.inputs.prompts.prompts[:_TYPICAL]), key=len)
         typical = lengths[len(lengths) // 2]
-        try:
-            report.prediction = measured_prediction(run.config, run.ranks, roles, [*engines.up], typical)
-        except RunError as error:
-            report.note(f"the speed of the CPUs was not measured, so no step is predicted: {error}")
+        with step.awake(version):
+            try:
+                found = Measurement(run.config, run.ranks, self.supervisor.roles, [*pool.engines.up], typical)
+                report.prediction = found.prediction(partial(pool.update, version))
+            except RunError as error:
+                report.note(f"{unmeasured}: {error}")
 
     def _start_trainers(self, pool: EnginePool | None) -> None:
         """Start the trainers, while the engines of `pool` start, and wait for them and the first engine."""

@@ -119,8 +119,7 @@ class MeasuredModel(TrainedModel):
                         numbers = self._numbers(batch).sum()
                     if gradients:
                         torch.autograd.grad(numbers, wanted, allow_unused=True)
-                busy = (time.process_time() - busy) / torch.get_num_threads()
-                took.append((time.perf_counter() - start, busy))
+                took.append((time.perf_counter() - start, (time.process_time() - busy) / torch.get_num_threads()))
         times = 3 if backward and not gradients else 1
         seconds, busy = (times * median(each) for each in zip(*took, strict=True))
         return seconds, busy, *(speed(self.world) if backward else (0.0, 0.0))

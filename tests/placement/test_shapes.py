@@ -13,15 +13,7 @@ from model_configs import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement.model_shape import (
-    FAMILIES,
-    ModelShape,
-    batch_flops,
-    forward_flops,
-    mfu,
-    read_shape,
-    shape_of,
-)
+from slurm_rlhf.placement.model_shape import FAMILIES, ModelShape, batch_flops, forward_flops, mfu, read_shape, shape_of
 
 
 def shape_from(config: Any, directory: Path) -> ModelShape:

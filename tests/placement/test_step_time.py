@@ -64,11 +64,7 @@ def test_lengths_have_the_mean_and_are_mixed(count: int, wanted: float, longest:
 
 
 def test_one_response_takes_a_reading_of_the_weights_for_each_token() -> None:
-    one = (
-        "--rollout.batch_size=8",
-        "--rollout.n_samples_per_prompt=1",
-        "--train.batch_size=8",
-    )
+    one = ("--rollout.batch_size=8", "--rollout.n_samples_per_prompt=1", "--train.batch_size=8")
     gpu, shape = find_gpu("h100"), shape_of(SHAPES["7B"])
     found = step("recipes/grpo", *one, "--rollout.max_new_tokens=1000")
     longest = max(response_lengths(8, 420, 1000))
@@ -86,9 +82,8 @@ def test_phases_follow_the_keys() -> None:
     )
     assert pads > 1.04 * packs
     assert step("recipes/grpo_lora").phases["update"] < 0.75 * usual.phases["update"]
-    assert step("recipes/grpo", card="a100").phases["update"] / usual.phases["update"] == pytest.approx(
-        989.4 / 312, rel=0.03
-    )
+    slower = step("recipes/grpo", card="a100").phases["update"] / usual.phases["update"]
+    assert slower == pytest.approx(989.4 / 312, rel=0.03)
     assert usual.step == pytest.approx(sum(usual.phases.values()))
     ahead = step("recipes/async_grpo")
     training = ahead.phases["forward"] + ahead.phases["update"] + ahead.phases["sync"]

@@ -10,18 +10,17 @@ import pytest
 
 from slurm_rlhf.config.roles import ACTOR, ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.step_time import Cores, Links, Probe, measured
 from slurm_rlhf.run import prediction
-from slurm_rlhf.run.prediction import Prediction, Speeds
+from slurm_rlhf.run.prediction import Measurement, Speeds
 
 
 def test_a_weight_update_takes_what_others_took_before_the_first_step() -> None:
-    found, seconds = Prediction(Config()), [3.0, 1.0, 2.0]
-    found.measure_sync(dict)  # all engines were lost
-    assert found.sync_s is None
-    found.measure_sync(lambda: {"time/sync_transfer": seconds.pop()})
-    assert found.sync_s == 2.0
-    found.measure_sync(lambda: pytest.fail("the trainers have only been started again"))
+    own: Any = SimpleNamespace(config=Config(), models={}, speeds=lambda: None)
+    seconds = [3.0, 1.0, 2.0]
+    assert Measurement.prediction(own, lambda: {"time/sync_transfer": seconds.pop()}).sync_s == 2.0
+    assert Measurement.prediction(own, dict).sync_s is None  # all engines were lost
 
 
 @pytest.mark.parametrize(
@@ -49,10 +48,12 @@ def test_how_much_is_measured_and_what_of_it_counts(
         return Probe(1e8 * count, next(seconds))
 
     own._pass, own._sampling = pass_over, sampling
-    found = prediction._Measurement.speeds(own)
     if not passed:
-        assert (found, passes, sampled) == (None, [], [])
+        with pytest.raises(RunError, match=r"two sequences take 6e\+10 FLOPs .* at most 6e\+10"):
+            Measurement.speeds(own)
+        assert passes == sampled == []
         return
+    found = Measurement.speeds(own)
     assert (passes, sampled) == ([(1, True), (passed, False), (passed, True)], [1, 3, 3, 3, 12, 12, 12])
     large = (Probe(1e9 * passed, 1.0), Probe(1e9 * passed, 2.0))
     gpu, rates = measured(*large, (Probe(3e8, 2.0), Probe(1.2e9, 2.5)), 6.0)

@@ -346,8 +346,7 @@ def test_a_run_that_broke_says_last_from_where_it_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("reason", "holds", "code"),
-    [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED), (INTERRUPT, True, 130)],
+    ("reason", "holds", "code"), [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED), (INTERRUPT, True, 130)]
 )
 def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whether_it_did(
     tmp_path: Path,

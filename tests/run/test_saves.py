@@ -91,14 +91,7 @@ def checkpoints(tmp_path: Path, actor: Trainer, stated: list[tuple[int, float, f
     def saved(*found: Any) -> None:
         stated.append(found)
 
-    return RunCheckpoints(
-        CheckpointDir(tmp_path),
-        RunState(seed=0),
-        step,
-        saved,
-        cadence,
-        time.monotonic(),
-    )
+    return RunCheckpoints(CheckpointDir(tmp_path), RunState(seed=0), step, saved, cadence, time.monotonic())
 
 
 def train(checkpoints: RunCheckpoints, actor: Trainer) -> None:

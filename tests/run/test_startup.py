@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,19 +102,30 @@ def test_engines_learn_what_the_first_rank_of_the_actor_is_going_to_send(tmp_pat
     assert notes[-3:] == ["read", "with a new head", "1 of 2 engines are ready; the others join when they are"]
 
 
-def test_cpus_that_cannot_be_measured_leave_the_run_without_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("preflight", "pool", "why"),
+    [
+        ("auto", mock.MagicMock(), "engine 0 is lost"),
+        ("off", mock.MagicMock(), "preflight is off, and auto measures it"),
+        ("auto", None, "the actor samples itself"),
+    ],
+)
+def test_a_run_without_a_prediction_says_why(
+    monkeypatch: pytest.MonkeyPatch, preflight: Any, pool: Any, why: str
+) -> None:
     failed = mock.Mock(side_effect=RunError("engine 0 is lost"))
-    monkeypatch.setattr("slurm_rlhf.run.startup.measured_prediction", failed)
+    monkeypatch.setattr("slurm_rlhf.run.startup.Measurement", failed)
     notes: list[str] = []
-    reporting = SimpleNamespace(prediction=None, note=notes.append)
+    reporting = SimpleNamespace(prediction=None, gpus=None, note=notes.append)
+    state, step = SimpleNamespace(policy_version=0), SimpleNamespace(awake=nullcontext, pool=pool)
     startup: Any = SimpleNamespace(
-        run=SimpleNamespace(config=Config(), ranks=CPUS, reporting=reporting),
-        supervisor=SimpleNamespace(roles={}, engines=SimpleNamespace(up=())),
+        run=SimpleNamespace(config=Config(preflight=preflight), ranks=CPUS, reporting=reporting, state=state),
+        supervisor=SimpleNamespace(roles={}),
         inputs=SimpleNamespace(prompts=SimpleNamespace(prompts=[SimpleNamespace(token_ids=(5,))])),
     )
-    Startup._measure_cpus(startup)
+    Startup._measure_cpus(startup, cast(Any, step))
     assert reporting.prediction is None
-    assert notes == ["the speed of the CPUs was not measured, so no step is predicted: engine 0 is lost"]
+    assert notes == [f"the speed of the CPUs was not measured, so no step is predicted: {why}"]
 
 
 def test_the_first_engine_that_starts_says_how_it_samples() -> None:

@@ -79,9 +79,7 @@ def dying(directory: Path, deaths: Sequence[Death]) -> AbstractContextManager[No
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_a_reward_function_that_raises_costs_no_step_and_ctrl_c_ends_what_goes_on(tmp_path: Path) -> None:
     config = workspace(tmp_path, RAISES_LATER)
     code, output = train(config, tmp_path / "run", *ALONE, "--ckpt.save_steps=0", warm=True)
     assert code == 2

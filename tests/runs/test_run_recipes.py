@@ -23,7 +23,7 @@ RECIPES = sorted({path.stem for path in (SBATCH / "recipes").glob("*.toml")} - {
 ALIKE = {"grpo_lora"}
 """Recipes that are run elsewhere: test_run_lora has adapters."""
 SMALL = (
-    *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false"),
+    *("--train.max_steps=2", "--train.max_epochs=1", "--train.full_determinism=false", "--preflight=auto"),
     *("--eval.dataset=", "--logger.tensorboard=false"),
 )
 MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batch_size=12")}

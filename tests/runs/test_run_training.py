@@ -320,7 +320,7 @@ def colocated(config: Path) -> tuple[Path, list[Call]]:
     """(run directory, what its ranks did) of the small run on one slot in place of three."""
     run_dir = config.parent / "colocated"
     with noted(config.parent / "noted") as file:
-        finished(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true")
+        finished(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true", "--preflight=auto")
     return run_dir, calls(file)
 
 
@@ -330,6 +330,8 @@ def test_on_shared_slots_it_writes_the_same_metrics(colocated: tuple[Path, list[
     log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
     assert "weight transfer group 1: {'address': '127.0.0.1', 'backend': 'ipc'" in log
     assert "engines sleep: vLLM frees no memory on CPUs" in log
+    phases = json.loads((run_dir / "summary.json").read_text())["phases"]
+    assert {name for name in phases if phases[name]["predicted"]} == {"sampling", "forward", "update", "sync"}
     for row in metrics(run_dir):
         assert row["perf/sync_bytes"] == metrics(small)[0]["perf/sync_bytes"] > 0
         assert row["rollout_logprob_diff_max"] < 1e-5
@@ -340,14 +342,15 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     _, done = colocated
     park, unpark = {"actor.sleep", "critic.sleep"}, {"actor.wake_up", "critic.wake_up"}
     meet = [{"actor.sync_listen"}, {"actor.sync_join", "rollout.sync_join"}]
-    sample = [{"actor.sync_push", "rollout.sync_receive"}, {"rollout.wake_up.kv_cache"}, {"rollout.generate"}]
-    sample += [{"rollout.sleep"}, unpark]
-    turn, first_turn = [[park, {"rollout.wake_up.weights"}, *first, *sample] for first in ([], meet)]
+    send, wake, rest = {"actor.sync_push", "rollout.sync_receive"}, {"rollout.wake_up.kv_cache"}, {"rollout.sleep"}
+    turn = [park, {"rollout.wake_up.weights"}, send, wake, {"rollout.generate"}, rest, unpark]
+    speeds = [*[{"actor.measure"}, {"critic.measure"}] * 3, *[{"rollout.measure"}] * 7, *[send] * 3]
+    measured = [*turn[:2], *meet, send, wake, *speeds, rest, unpark]
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
     first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
-    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    stages = [*start, *measured, *turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     # `memory` only looks, during the others' calls, whenever a report is due.
     left = iter(in_one_piece([call for call in done if call.method not in ("shutdown", "memory")]))
     before = 0

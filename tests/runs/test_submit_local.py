@@ -16,11 +16,7 @@ from training_runs import Run
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.nodes.submitit_job import SIGNAL, submit
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.slow,
-    pytest.mark.usefixtures("own_environment"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
 
 STEPS = 16
 SMALL = (

@@ -43,6 +43,7 @@ TINY = {
     "reward.remote_url": "reward.py",
     "rollout.max_new_tokens": 8,
     "train.full_determinism": True,
+    "preflight": "quick",
     "ds.param_dtype": "fp32",
     "vllm.max_num_seqs": 16,
 }
