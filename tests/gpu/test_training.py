@@ -238,7 +238,7 @@ def test_numbers_are_those_of_the_cpu(cuda: FakeCuda, models: Path) -> None:
     assert metrics[0] == metrics[1]
 
 
-def test_what_deepspeed_is_told_of_a_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_deepspeed_learns_of_a_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without fp16 stays one, and may be called GPU-a; torch computes fp16 on every CPU."""
     accelerator = SimpleNamespace(is_fp16_supported=lambda: False, available_memory=lambda: int("GPU-a"))
     monkeypatch.setattr(import_deepspeed(torch.device("cpu")).accelerator, "get_accelerator", lambda: accelerator)
