@@ -204,7 +204,7 @@ _MEMORY = re.compile(
 
 
 def system_cause(text: str) -> str:
-    """Say which limit or variable of this process caused the error in `text`, and what to do; empty if none did.
+    """Say which limit, variable or mode of a GPU caused the error in `text`, and what to do; empty if none did.
 
     `text` may come from another process of the run, which has inherited the limits and variables.
     """
@@ -214,6 +214,8 @@ def system_cause(text: str) -> str:
             f"a process may have {limit / 2**30:.1f} GiB of address space here (`ulimit -v`, RLIMIT_AS), and that is "
             "used up: start with `ulimit -v unlimited`"
         )
+    if "busy or unavailable" in text:  # of CUDA
+        return "another process has the GPU to itself: ask for compute mode Default, or leave train.colocate_... out"
     preloaded = os.environ.get("LD_PRELOAD", "")
     if preloaded and "[Errno 22]" in text:
         return f"LD_PRELOAD = {preloaded} replaces calls of the system: start without it"

@@ -168,16 +168,16 @@ class BaselineTrainer:
 
     def train_step(self, exp: Experience, denominator: float) -> float:
         """Take one optimizer step over all sequences of `exp`, in their order; return the loss."""
-        total = 0.0
+        losses: list[Tensor] = []
         starts = range(0, len(exp), self.micro_batch)
         for start in starts:
             rows = list(range(start, min(start + self.micro_batch, len(exp))))
             loss = self._loss(exp.select(rows), denominator)
             self.engine.set_gradient_accumulation_boundary(start == starts[-1])
             self.engine.backward(loss)
-            total += float(loss.detach())
+            losses.append(loss.detach())
         self.engine.step()
-        return total
+        return float(torch.stack(losses).sum())  # waits for the step, too
 
     def _loss(self, part: Experience, denominator: float) -> Tensor:
         # Padded token ids and their mask are [B, L]; actions, where the policy sampled the next token, [B, L - 1].

@@ -14,6 +14,7 @@ config/model.py ModelConfig.get_num_kv_heads(self, parallel_config)
 config/model.py ModelConfig.get_head_size(self)
 config/model.py ModelConfig.get_num_layers(self, parallel_config)
 config/compilation.py CompilationConfig.static_forward_context
+v1/attention/backends/flash_attn.py FlashAttentionImpl.alibi_slopes
 inputs/engine.py tokens_input(prompt_token_ids, *, cache_salt)
 v1/engine/__init__.py EngineCoreRequest.external_req_id
 v1/engine/__init__.py EngineCoreOutput.request_id
@@ -283,6 +284,11 @@ class EngineCore:
         layers = self.config.compilation_config.static_forward_context.values()
         backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
         return ", ".join(sorted(backends))
+
+    def has_slopes(self) -> bool:
+        """Return whether attention has ALiBi's slopes: neither parameters nor buffers, they sleep with the weights."""
+        layers = self.config.compilation_config.static_forward_context.values()
+        return any(getattr(getattr(layer, "impl", None), "alibi_slopes", None) is not None for layer in layers)
 
     def close(self) -> None:
         """Free the device and the process groups."""

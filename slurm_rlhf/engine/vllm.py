@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KEEP, DISCARD = 1, 2
-"""vLLM's sleep levels: 1 keeps the weights in host memory, because an update brings adapters only; 2 drops them,
-because an update brings all weights."""
+"""vLLM's sleep levels: 1 keeps the weights in host memory, because an update brings adapters only, or no ALiBi slopes;
+2 drops them, because an update brings all weights."""
 
 
 class DeviceMemory(Readiness):
@@ -68,7 +68,6 @@ def _free_bytes() -> int:
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-GIB = 1 << 30
 
 
 def vllm_environment(has_gpu: bool) -> dict[str, str]:
@@ -124,6 +123,8 @@ def engine_config(config: Config) -> Any:
         _vllm.import_model_class(architecture)
     dtype = DTYPES[config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype]
     if dtype == "float32":
+        if config.lora.rank and not on_cpu:
+            raise ConfigError("lora.rank needs ds.param_dtype = bf16 or fp16: vLLM's adapters on GPUs know no fp32")
         # Triton's attention would multiply in TF32, which has the 10 bits of fp16: 3e-3 nats from the actor (H200).
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
     args = EngineArgs(
@@ -140,10 +141,13 @@ def engine_config(config: Config) -> Any:
         distributed_timeout_seconds=math.ceil(config.timeout.collective),
         cpu_distributed_timeout_seconds=math.ceil(config.timeout.collective),
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
-        kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
+        kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * (1 << 30)) if on_cpu else None,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=on_cpu or config.vllm.enforce_eager,
-        **adapter_arguments(config),
+        # An adapter for each policy version that responses in flight may have.
+        enable_lora=config.lora.rank > 0,
+        max_lora_rank=adapter_rank(config.lora.rank),
+        max_loras=policies_at_once(config),
         # On CPUs vLLM refuses this option, but accepts `sleep` and `wake_up`.
         enable_sleep_mode=config.train.colocate_all and not on_cpu,
         # The next batch is scheduled while the device computes this one: on a GPU the 3 to 5 ms of Python of a step
@@ -168,14 +172,6 @@ def engine_config(config: Config) -> Any:
         cache = made.cache_config
         cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, _vllm.useful_kv_bytes(made))
     return made
-
-
-def adapter_arguments(config: Config) -> dict[str, Any]:
-    """Return vLLM's arguments for adapters: room for one per policy version that responses in flight may have."""
-    if not config.lora.rank:
-        return {}
-    rank, at_once = adapter_rank(config.lora.rank), policies_at_once(config)
-    return {"enable_lora": True, "max_lora_rank": rank, "max_loras": at_once}
 
 
 import_library = _vllm.import_vllm
@@ -238,10 +234,9 @@ class VllmEngine(Engine):
         self._loads = 0
         self._keeps_cache = config.vllm.keep_kv_cache or lora.rank > 0
         self._finished: list[Trajectory] = []  # responses that a flush has finished, not returned yet
-        share, level = config.vllm.gpu_memory_utilization, KEEP if lora.rank else DISCARD
-        self._ready = DeviceMemory(self._core.llm, share, number, level)
-        self._tokens_sampled = 0
-        self._prompt_tokens = self._cached_tokens = 0
+        share, kept = config.vllm.gpu_memory_utilization, lora.rank or self._core.has_slopes()
+        self._ready = DeviceMemory(self._core.llm, share, number, KEEP if kept else DISCARD)
+        self._tokens_sampled = self._prompt_tokens = self._cached_tokens = 0
         self._attention = self._core.attention()
         if self._config.scheduler_config.async_scheduling:
             self.note = "engines schedule each batch while the one before it is computed (asynchronous scheduling)"

@@ -1,5 +1,6 @@
 """The private parts of DeepSpeed that this package uses, written for deepspeed 0.19.8.
 
+accelerator/cuda_accelerator.py CUDA_Accelerator.available_memory(self, device_index)
 ops/__init__.py _probe_compatible_ops()
 runtime/compiler.py compile
 runtime/compiler.py dummy_decorator(func)
@@ -56,9 +57,13 @@ def import_deepspeed(device: torch.device) -> Any:
     # On CPUs it would lead to the build of deepspeed_shm_comm (half a minute of g++), whose shared memory has the same
     # names in all runs on a host; gloo all-reduces without it.
     deepspeed.ops.__compatible_ops__ = {}
+    accelerator = deepspeed.accelerator.get_accelerator()
     if device.type == "cpu":
         # DeepSpeed asks for a CPU with fp16 instructions; torch computes fp16 on every CPU, slowly without them.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        accelerator.is_fp16_supported = lambda: True
+    else:
+        # DeepSpeed's own takes CUDA_VISIBLE_DEVICES for numbers, and dies of a UUID in it.
+        accelerator.available_memory = lambda device_index=None: torch.cuda.mem_get_info(device_index)[0]
     _import_muon()
     return deepspeed
 

@@ -149,6 +149,7 @@ def deepspeed_config(cfg: TrainSettings, elements: int, ranks: int) -> dict[str,
             "overlap_comm": ranks > 1,  # on a stream of its own, from two buckets in turns
             **(persistence(elements) | {HPZ: cfg.config.ds.hpz_size} if cfg.zero_stage == 3 else {}),
         },
+        "timers": {"throughput": {"enabled": False}},  # after two steps it would wait for the GPU in each forward pass
         "steps_per_print": None,
     }
 
@@ -230,11 +231,8 @@ def gathering(module: nn.Module) -> Iterator[None]:
         gathered.pop().__exit__(None, None, None)
 
     sharded = [part for part in module.modules() if any(map(is_sharded, part.parameters(recurse=False)))]
-    hooks = [
-        hook
-        for part in sharded
-        for hook in (part.register_forward_pre_hook(gather), part.register_forward_hook(release))
-    ]
+    hooks = [part.register_forward_pre_hook(gather) for part in sharded]
+    hooks += [part.register_forward_hook(release) for part in sharded]
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
+import timeit
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -181,12 +181,7 @@ def speed(world: World) -> tuple[float, float]:
 
 def fastest(work: Callable[[], object]) -> float:
     """Do the work three times, and return the seconds of the fastest: the first has more to do."""
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timeit.repeat(work, repeat=3, number=1))
 
 
 @contextmanager

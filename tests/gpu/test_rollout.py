@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -273,9 +274,7 @@ def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> 
 
 
 def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) -> None:
-    def arguments(**changes: Any) -> Any:
-        return engine_process.run(child.arguments, path, **changes)
-
+    arguments = partial(engine_process.run, child.arguments, path)
     usual = {
         "async_scheduling": None,  # vLLM's rules
         "enforce_eager": False,
@@ -289,8 +288,9 @@ def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) ->
     assert arguments(vllm__enforce_eager=True) == usual | {"enforce_eager": True}
     shared = {"train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
     assert arguments(**shared) == usual | {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
-    stated = arguments(**shared, sleeps=False)
-    assert "train.colocate_all needs vLLM's sleep mode, which it does not have on cuda" in stated
+    assert "needs vLLM's sleep mode, which it does not have on cuda" in arguments(**shared, sleeps=False)
+    assert "adapters on GPUs know no fp32" in arguments(lora__rank=8)
+    assert arguments(lora__rank=8, ds__param_dtype="bf16") == usual
 
 
 def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
@@ -308,4 +308,10 @@ def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineP
 
 def test_an_engine_names_the_attention_of_its_layers(engine_process: EngineProcess, path: Path) -> None:
     engine_process.run(rollout_engine.start, path)
-    assert engine_process.run(rollout_engine.do, "status").attention == "CPU_ATTN"
+    assert engine_process.run(rollout_engine.do, "status.attention") == "CPU_ATTN"
+    assert engine_process.run(rollout_engine.do, "_ready._level") == vllm.DISCARD
+
+
+def test_slopes_of_alibi_which_no_update_brings_are_kept_asleep(engine_process: EngineProcess, tmp_path: Path) -> None:
+    engine_process.run(rollout_engine.start, make_tiny(tmp_path / "bloom", "bloom"))
+    assert engine_process.run(rollout_engine.do, "_ready._level") == vllm.KEEP

@@ -238,12 +238,13 @@ def test_numbers_are_those_of_the_cpu(cuda: FakeCuda, models: Path) -> None:
     assert metrics[0] == metrics[1]
 
 
-def test_only_of_a_cpu_deepspeed_is_warned_that_it_has_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without it stays one; torch computes fp16 on every CPU."""
-    accelerator = SimpleNamespace(is_fp16_supported=lambda: False)
+def test_what_deepspeed_learns_of_a_device(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without fp16 stays one, and may be called GPU-a; torch computes fp16 on every CPU."""
+    accelerator = SimpleNamespace(is_fp16_supported=lambda: False, available_memory=lambda: int("GPU-a"))
     monkeypatch.setattr(import_deepspeed(torch.device("cpu")).accelerator, "get_accelerator", lambda: accelerator)
     import_deepspeed(GPU)
     assert not accelerator.is_fp16_supported()
+    assert accelerator.available_memory() == torch.cuda.mem_get_info()[0]
     import_deepspeed(torch.device("cpu"))
     assert accelerator.is_fp16_supported()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.errors import system_cause
 from slurm_rlhf.groups.deaths import StartLogs
 from slurm_rlhf.nodes.launcher import Ended
 from slurm_rlhf.observe.log_tail import FailedProcess
@@ -71,6 +72,11 @@ def test_what_is_around_a_process_and_ends_it_is_named(
     assert bool(stated) == bool(cause)
     monkeypatch.undo()
     assert logs.quote([log]).endswith(last)
+
+
+def test_a_gpu_that_one_process_has_to_itself_is_named() -> None:
+    said = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
+    assert "ask for compute mode Default" in system_cause(f"AcceleratorError: {said}")
 
 
 def test_a_log_that_cannot_be_looked_at_is_said_to_be_so(directory: RunDirectory) -> None:

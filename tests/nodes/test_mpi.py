@@ -109,6 +109,8 @@ def test_gpus_are_those_that_all_see_or_those_that_each_is_bound_to() -> None:
         place_processes(six(), [Process("n1", (0,), ("0", "1", "2", "3"))] * 6, SIX)
     with pytest.raises(PlacementError, match="node n1 has 6 processes and 2 GPUs"):  # no process is bound to one
         place_processes(six(), [Process("n1", (i,), (f"{i}", "9")) for i in range(6)], SIX)
+    with pytest.raises(PlacementError, match=r"6 processes and 1 GPU.*--gpus-per-task .*--gpu-bind=none"):  # cgroups
+        place_processes(six(), [Process("n1", (i,), ("0",)) for i in range(6)], SIX)
 
 
 def test_the_number_of_processes_is_that_of_the_ranks() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -338,8 +339,8 @@ def kv_caches(cases: list[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def do(name: str, *arguments: Any) -> Any:
-    """Call a method of the engine, or read its status."""
-    found = getattr(engine, name)
+    """Call a method of the engine, or read what it has."""
+    found = attrgetter(name)(engine)
     return found(*arguments) if callable(found) else found
 
 

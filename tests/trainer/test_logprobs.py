@@ -295,15 +295,19 @@ def test_where_a_rank_has_its_elements_of_a_parameter() -> None:
 
 @pytest.mark.parametrize(("stage", "dtype", "ranks"), [(1, "bf16", 1), (3, "fp16", 2)])
 def test_the_configuration_of_deepspeed(stage: int, dtype: str, ranks: int) -> None:
+    from deepspeed.utils.config import get_timers_config
+
     settings: Any = SimpleNamespace(config=Config(), zero_stage=stage)
     settings.config.ds.param_dtype, settings.config.ds.grad_comm_dtype, settings.config.ds.hpz_size = dtype, "fp32", 4
     sharded = {"stage3_param_persistence_threshold": 10, "zero_hpz_partition_size": 4} if stage == 3 else {}
     buckets = {"reduce_bucket_size": 1002, "allgather_bucket_size": 1002}
-    assert deepspeed_config(settings, 1001, ranks) == {
+    found = deepspeed_config(settings, 1001, ranks)
+    assert not get_timers_config(found).enabled  # DeepSpeed's reads the key
+    assert found == {
         **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "steps_per_print": None},
         **{"gradient_clipping": settings.config.actor.max_norm, "data_types": {"grad_accum_dtype": "fp32"}},
         **{"bf16": {"enabled": stage == 1}, "fp16": {"enabled": stage == 3, "loss_scale": 1.0}},
-        "communication_data_type": "fp32",
+        **{"communication_data_type": "fp32", "timers": {"throughput": {"enabled": False}}},
         "zero_optimization": {"stage": stage, **buckets, "overlap_comm": ranks == 2, **sharded},
     }
 

@@ -173,15 +173,15 @@ def _topology(processes: Sequence[Process]) -> tuple[Topology, list[tuple[str, i
 
 def _devices(node: str, processes: Sequence[Process]) -> tuple[str, ...]:
     """Return the GPU of each process: the i-th that all see, or the one it was bound to."""
-    first = processes[0].gpus
-    if all(process.gpus == first for process in processes) and len(first) >= len(processes):
-        return first[: len(processes)]
-    bound = [process.gpus[0] for process in processes]
-    if all(len(process.gpus) == 1 for process in processes) and len(set(bound)) == len(bound):
-        return tuple(bound)
+    first, seen = processes[0].gpus, [process.gpus for process in processes]
+    if seen.count(first) == len(seen) <= len(first):
+        return first[: len(seen)]
+    if len({*seen}) == len(seen) and {*map(len, seen)} == {1}:
+        return tuple(gpu for (gpu,) in seen)
     raise PlacementError(
         f"node {node} has {len(processes)} processes and {len(first)} GPUs, and every rank needs one of its own: start "
-        f"{len(first)} processes on it (mpirun --map-by ppr:{len(first)}:node, srun --ntasks-per-node={len(first)})"
+        f"{len(first)} processes on it (mpirun --map-by ppr:{len(first)}:node, srun --ntasks-per-node={len(first)}); "
+        "where --gpus-per-task shows each its own GPU alone, add --gpu-bind=none"
     )
 
 
