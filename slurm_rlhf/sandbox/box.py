@@ -88,11 +88,11 @@ def bubblewrap(job: SandboxJob, program: Sequence[str]) -> list[str]:
 
 def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
     """Give the program namespaces by Apptainer, whose image is the job's empty directory `image`."""
-    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths"]
-    for path in (*job.readable, job.work):
-        words += ["--bind", f"{path}:{path}:ro"]
-    for name, value in variables(os.environ, HOME).items():
-        words += ["--env", f"{name}={value}"]
+    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--net", "--network=none", "--no-privs"]
+    words += ["--add-caps=CAP_SETUID,CAP_SETGID,CAP_DAC_READ_SEARCH"] if job.own_user else []
+    binds = (f"{job.work}/image/var/tmp:/var/tmp", *(f"{path}:{path}" for path in (*job.readable, job.work)))
+    words += ["--no-mount=home,sys,cwd,hostfs,bind-paths", *(f"--bind={bind}:ro" for bind in binds)]
+    words += [f"--env={name}={value}" for name, value in variables(os.environ, HOME).items()]
     return [*words, "--no-eval", "--pwd", HOME, f"{job.work}/image", *program]
 
 
@@ -111,7 +111,7 @@ COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
 
 LACKS = {
     "bubblewrap": "",
-    "apptainer": "its /tmp has no limit of its own beyond the size of a file",
+    "apptainer": "many files in its /tmp and /dev/shm can fill the node's memory",
     "landlock": "files of others cannot be opened, but their names can be found; /tmp is a directory of the job's own "
     "instead of a private one; many files can fill the disk; programs get no signals and no sockets",
     NONE: "a program can read and write what you can, and reach the network",
@@ -153,7 +153,7 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         stdin.seek(0)
         # This process is root and can become any user; root of a container may be one user alone.
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
-        own_user = kind != "apptainer" and os.geteuid() == 0 and mapped == _ALL_USERS
+        own_user = os.geteuid() == 0 and mapped == _ALL_USERS
         # A user id that nobody has: files and processes of others are closed to it, and its own processes are counted.
         user = random.randrange(1 << 20, 1 << 31) if own_user else 0
         home = HOME if kind in ("bubblewrap", "apptainer") else work
@@ -161,9 +161,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         job = SandboxJob(_tool(kind), work, readable(os.environ, _PROGRAMS), limits, own_user)
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
-        rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
         refused = _CALLS["never"] | (_CALLS["never_with_others"] if kind == "landlock" else {})
-        rules["refused"] = [*refused.values()]
+        rules |= {"landlock": kind == "landlock", "filter": kind != NONE, "refused": [*refused.values()]}
         words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(
             COMMANDS[kind](job, words),
@@ -178,7 +177,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
 
 
 def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
-    (work / "image").mkdir()
+    for name in ("dev", "proc", "tmp", "var/tmp"):  # places of an image, which Apptainer mounts on
+        (work / "image" / name).mkdir(parents=True)
     for name, text in files.items():
         (work / name).write_text(text, encoding="utf-8", errors="surrogatepass")
     if user:

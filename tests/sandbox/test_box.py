@@ -27,7 +27,8 @@ def test_bubblewrap_shares_nothing_and_writes_nowhere() -> None:
 
 def test_apptainer_has_the_flags_that_shut_the_host_out() -> None:
     words = " ".join(COMMANDS["apptainer"](JOB, ["python", "x.py"]))
-    assert "exec --cleanenv --containall --no-mount cwd,hostfs,bind-paths --bind /usr:/usr:ro " in words
+    assert "exec --cleanenv --containall --net --network=none --no-privs --no-mount=home,sys,cwd,hostfs," in words
+    assert "--bind=/tmp/job/image/var/tmp:/var/tmp:ro --bind=/usr:/usr:ro " in words
     assert words.endswith("--no-eval --pwd /tmp /tmp/job/image python x.py")
 
 
