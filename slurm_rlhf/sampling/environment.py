@@ -119,10 +119,9 @@ class Environments:
             found = self.described.get("") or self.described.get(named)
             if found is None:
                 self.close()
-                raise EpisodeError(
-                    f"{where}, row {prompt.index}: the column {COLUMN!r} names {named!r}"
-                    f"{meant(named, self.described)} ({self.file} has {', '.join(self.described)}): correct it"
-                )
+                what = f"names {named!r}{meant(named, self.described)}" if named else "is not there, or is empty"
+                what += f" ({self.file} has {', '.join(self.described)}): correct it"
+                raise EpisodeError(f"{where}, row {prompt.index}: the column {COLUMN!r} {what}")
             if lacking := [column for column in found.columns if column not in prompt.row]:
                 self.close()
                 raise EpisodeError(

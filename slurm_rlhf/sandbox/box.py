@@ -88,12 +88,12 @@ def bubblewrap(job: SandboxJob, program: Sequence[str]) -> list[str]:
 
 def apptainer(job: SandboxJob, program: Sequence[str]) -> list[str]:
     """Give the program namespaces by Apptainer, whose image is the job's directory `image`."""
-    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--scratch", "/dev/shm"]
-    words += ["--no-mount", "cwd,hostfs,bind-paths,sys,home"]
-    for path in (*job.readable, job.work):
-        words += ["--bind", f"{path}:{path}:ro"]
-    for name, value in variables(os.environ, HOME).items():
-        words += ["--env", f"{name}={value}"]
+    words = [job.tool, "--silent", "exec", "--cleanenv", "--containall", "--net", "--network=none", "--no-privs"]
+    words += ["--scratch=/dev/shm"]  # with a size, which Apptainer's own has not
+    words += ["--add-caps=CAP_SETUID,CAP_SETGID,CAP_DAC_READ_SEARCH"] if job.own_user else []
+    binds = (f"{job.work}/image/var/tmp:/var/tmp", *(f"{path}:{path}" for path in (*job.readable, job.work)))
+    words += ["--no-mount=home,sys,cwd,hostfs,bind-paths", *(f"--bind={bind}:ro" for bind in binds)]
+    words += [f"--env={name}={value}" for name, value in variables(os.environ, HOME).items()]
     return [*words, "--no-eval", "--pwd", HOME, f"{job.work}/image", *program]
 
 
@@ -154,7 +154,7 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         stdin.seek(0)
         # This process is root and can become any user; root of a container may be one user alone.
         mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
-        own_user = kind != "apptainer" and os.geteuid() == 0 and mapped == _ALL_USERS
+        own_user = os.geteuid() == 0 and mapped == _ALL_USERS
         # A user id that nobody has: files and processes of others are closed to it, and its own processes are counted.
         user = random.randrange(1 << 20, 1 << 31) if own_user else 0
         home = HOME if kind in ("bubblewrap", "apptainer") else work
@@ -162,9 +162,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
         job = SandboxJob(_tool(kind), work, readable(os.environ, _PROGRAMS), limits, own_user)
         rules = asdict(limits) | {"user": user, "readable": job.readable, "writable": work}
         rules |= {"processes": limits.processes + _counted_too(kind, own_user)}
-        rules |= {"landlock": kind == "landlock", "filter": kind != NONE}
         refused = _CALLS["never"] | (_CALLS["never_with_others"] if kind == "landlock" else {})
-        rules["refused"] = [*refused.values()]
+        rules |= {"landlock": kind == "landlock", "filter": kind != NONE, "refused": [*refused.values()]}
         words = [sys.executable, "-IS", _LAUNCHER, repr(rules), *(word.format(work=work) for word in program)]
         process = subprocess.Popen(
             COMMANDS[kind](job, words),
@@ -179,8 +178,8 @@ def execute(kind: str, program: Sequence[str], files: Mapping[str, str], given: 
 
 
 def _fill(work: Path, files: Mapping[str, str], user: int) -> None:
-    for mounted in ("dev", "proc", "tmp"):  # Apptainer mounts into directories that an image has
-        (work / "image" / mounted).mkdir(parents=True)
+    for name in ("dev", "proc", "tmp", "var/tmp"):  # places of an image, which Apptainer mounts on
+        (work / "image" / name).mkdir(parents=True)
     for name, text in files.items():
         (work / name).write_text(text, encoding="utf-8", errors="surrogatepass")
     if user:

@@ -326,12 +326,12 @@ def test_a_row_without_a_column_that_is_needed_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [{"number": 1}, {"number": 1, "environment": "gues"}])
-def test_a_row_that_names_no_environment_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("row", "said"), [({}, "is not there"), ({"environment": "gues"}, "names 'gues'")])
+def test_a_row_that_names_no_environment_is_named(tmp_path: Path, row: dict[str, Any], said: str) -> None:
     two = f"{TOOL}\nENVIRONMENTS = {{'guess': Environment, 'other': Environment}}\n"
     made = environments(tmp_path, write_tokenizer(tmp_path, TEMPLATES["hermes"]), two)
-    made.check_rows([Prompt(0, "a", np.zeros(1, np.int32), None, {**row, "environment": "guess"})], "data")
-    with pytest.raises(EpisodeError, match=r"data, row 4: the column 'environment' names '.*has guess, other\)"):
+    made.check_rows([Prompt(0, "a", np.zeros(1, np.int32), None, {"number": 1, "environment": "guess"})], "data")
+    with pytest.raises(EpisodeError, match=rf"row 4: the column 'environment' {said}.* has guess, other\)"):
         made.check_rows([Prompt(4, "a", np.zeros(1, np.int32), None, row)], "data")
 
 
