@@ -112,7 +112,8 @@ COMMANDS: dict[str, Callable[[SandboxJob, Sequence[str]], list[str]]] = {
 
 LACKS = {
     "bubblewrap": "",
-    "apptainer": "its private /tmp, /dev and /dev/shm have the size that apptainer.conf says, usually 64 MiB",
+    "apptainer": "its private /tmp, /dev and /dev/shm have the size that apptainer.conf says, usually 64 MiB; /tmp has "
+    "none if root starts it",
     "landlock": "files of others cannot be opened, but their names can be found; /tmp is a directory of the job's own "
     "instead of a private one; many files can fill the disk; programs get no signals and no sockets",
     NONE: "a program can read and write what you can, and reach the network",

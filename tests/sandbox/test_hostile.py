@@ -299,9 +299,8 @@ def escapes(kind: str, hostile: Hostile) -> list[str]:
     limits = Limits(**hostile.limits)
     ended = execute(kind, program, {"p.py": hostile.code}, b"", limits)
     wrong = [] if ended.how in hostile.hows else [f"ended by {ended.how}"]
-    # Under Landlock any number of files may be made, up to a size each: `LACKS` says so.
-    # Apptainer's /dev is private, and can be written to: `LACKS` says that, too.
-    known = {"landlock": hostile.family == "full disk" and "f%d" in hostile.code, "apptainer": "'/dev/" in hostile.code}
+    many = hostile.family == "full disk" and "f%d" in hostile.code  # any number of files, up to a size each
+    known = {"landlock": many, "apptainer": "'/dev/" in hostile.code or (many and os.geteuid() == 0)}  # `LACKS` says so
     wrong += ["escaped"] if b"ESCAPED" in ended.output and not known.get(kind) else []
     wrong += ["printed too much"] if len(ended.output) > limits.output else []
     return [f"{hostile.family}: {each} {ended.code} {ended.output[-300:]!r}\n{hostile.code}" for each in wrong]
