@@ -214,7 +214,7 @@ def system_cause(text: str) -> str:
             f"a process may have {limit / 2**30:.1f} GiB of address space here (`ulimit -v`, RLIMIT_AS), and that is "
             "used up: start with `ulimit -v unlimited`"
         )
-    if "busy or unavailable" in text:  # of CUDA
+    if "busy or unavailable" in text:  # CUDA says so
         return "another process has the GPU to itself: ask for compute mode Default, or leave train.colocate_... out"
     preloaded = os.environ.get("LD_PRELOAD", "")
     if preloaded and "[Errno 22]" in text:
