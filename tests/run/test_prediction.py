@@ -23,6 +23,16 @@ def test_a_weight_update_takes_what_others_took_before_the_first_step() -> None:
     assert Measurement.prediction(own, dict).sync_s is None  # all engines were lost
 
 
+@pytest.mark.parametrize(("of_token", "tokens"), [(1e6, 440), (2e8, 111), (1e12, 56)])
+def test_sequences_of_a_large_model_are_cut(monkeypatch: pytest.MonkeyPatch, of_token: float, tokens: int) -> None:
+    work = SimpleNamespace(update_flops=lambda: of_token * (len(own.prompt) + own._response))
+    own: Any = SimpleNamespace(config=Config(), roles={}, prompt=np.ones(10, np.int32), _work=lambda count: work)
+    own.ranks = SimpleNamespace(roles={}, world=lambda role: 1)
+    monkeypatch.setattr(prediction, "known_models", lambda config: {ACTOR: None})
+    Measurement.__post_init__(own)
+    assert len(own.prompt) + own._response == tokens
+
+
 @pytest.mark.parametrize(
     ("flops", "tokens", "passed"),
     [(1e9, 3000, 12), (4e9, 3000, 8), (1e10, 3000, 6), (3e10, 3000, 2), (1e9, 179, 5), (3.1e10, 3000, 0)],
