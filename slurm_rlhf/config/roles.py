@@ -79,8 +79,12 @@ def has_reference(config: Config) -> bool:
 
 def has_reward(config: Config) -> bool:
     """Tell whether the run has a source of rewards; a teacher is none."""
-    named = any(getattr(config.reward, name) for name in REWARD_SOURCES)
-    return bool(config.env.path or config.reward.sources or named)
+    return bool(config.env.path) or has_own_reward(config)
+
+
+def has_own_reward(config: Config) -> bool:
+    """Tell whether the run has a source of rewards beside an environment."""
+    return bool(config.reward.sources) or any(getattr(config.reward, name) for name in REWARD_SOURCES)
 
 
 def actor_is_reference(config: Config) -> bool:

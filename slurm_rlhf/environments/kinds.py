@@ -58,9 +58,7 @@ class ToolEnvironment(UserClass):
     def end(self) -> Answer:
         rewarded = hasattr(self.instance, "get_reward")
         reward = self.number("get_reward", self.call("get_reward")) if rewarded else 0.0
-        module = sys.modules[self.made.__module__]
-        own = [getattr(module, name) for name in functions_in(module)]
-        reward += sum(self._judged(one) for one in own if "environments" in inspect.signature(one).parameters)
+        reward += sum(map(self._judged, _judges(self.made)))
         super().end()
         return Answer(reward=reward)
 
@@ -296,7 +294,17 @@ class Instances:
                 f"{self.file}: {made.__name__}.__init__ needs {', '.join(needed)}: give defaults, reset gets the row"
             )
         reset = [name for name in _required(made.reset) if name != "row"] if kind in ("tools", "text") else []
-        return EnvironmentInfo(kind, schemas_of(made, str(self.file)) if kind == "tools" else [], reset)
+        if kind != "tools":
+            return EnvironmentInfo(kind, [], reset)
+        rewarded = hasattr(made, "get_reward") or bool(_judges(made))
+        return EnvironmentInfo(kind, schemas_of(made, str(self.file)), reset, rewarded)
+
+
+def _judges(made: type) -> list[Callable[..., Any]]:
+    """List the functions in the file of a class that take `environments`, as TRL's rewards do."""
+    module = sys.modules[made.__module__]
+    own = [getattr(module, name) for name in functions_in(module)]
+    return [one for one in own if "environments" in inspect.signature(one).parameters]
 
 
 def _required(method: Callable[..., Any]) -> list[str]:

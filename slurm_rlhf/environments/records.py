@@ -69,6 +69,7 @@ class EnvironmentInfo(Struct, forbid_unknown_fields=True):
     kind: str  # a key of `kinds.KINDS`
     schemas: list[dict[str, Any]] = []  # its tools
     columns: list[str] = []  # columns that each of its rows must have
+    rewards: bool = True  # it gives rewards
 
 
 CALLS = "calls"

@@ -104,6 +104,7 @@ class Inputs:
         model = {path: model_contents(Path(path))}
         if config.env.path:  # last: it starts processes
             environments = Environments(config, tokenizer, printed, note, nodes)
+            environments.check_rewards()
             for name, found in (("data.prompt_dataset", prompts), *sets):
                 environments.check_rows(found, name)
         return cls(prompts, evaluation, order, reward, environments, total, findings, tokenizer, model)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
+from slurm_rlhf.config.roles import has_own_reward, has_teacher
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import prompt_messages
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -108,6 +109,16 @@ class Environments:
         self.lost = self.begun = 0
         self.printed, self._note = printed, note
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="turns")
+
+    def check_rewards(self) -> None:
+        """Raise EpisodeError for an environment without rewards if nothing else gives any; end the processes before."""
+        without = [name for name, found in self.described.items() if not found.rewards]
+        if without and not has_own_reward(self.config) and not has_teacher(self.config):
+            self.close()
+            raise EpisodeError(
+                f"env.path: {self.file}: {without[0] or 'its class'} has no get_reward, and no other reward is set: "
+                "write get_reward(self) -> float, or name a source of rewards (reward.remote_url, reward.preset)"
+            )
 
     def check_rows(self, prompts: Iterable[Prompt], where: str) -> None:
         """Raise EpisodeError for a row that names no environment, or lacks a column that its own needs.

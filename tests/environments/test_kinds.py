@@ -192,6 +192,9 @@ def test_reward_functions_of_its_file_that_take_environments_are_added(tmp_path:
         "def no_judge(completions, **kwargs):\n    return [100.0]\n"
     )
     assert judged(tmp_path, judges) == 17.0
+    silent = TOOLS.replace("def get_reward", "def _unused")
+    made = [instances(tmp_path, code).describe()[""].rewards for code in (TOOLS, silent + judges, silent)]
+    assert made == [True, True, False]
     with pytest.raises(EpisodeError, match=r"score returned \[1, 2\]; expected a list with one reward"):
         judged(tmp_path, "\ndef score(environments):\n    return [1, 2]\n")
     with pytest.raises(EpisodeError, match=r"game.py:\d+: score raised AttributeError"):

@@ -318,6 +318,20 @@ def test_tools_need_a_chat_template(tmp_path: Path, plain: Tokenizer) -> None:
 
 
 @pytest.mark.slow
+def test_without_a_reward_of_its_own_it_needs_another_source(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path, TEMPLATES["hermes"])
+    environments(tmp_path, tokenizer, TOOL).check_rewards()
+    silent = TOOL.replace("def get_reward", "def _unused").replace("def called", "def _called")
+    environments(tmp_path, tokenizer, silent, reward__preset="exact").check_rewards()
+    made = environments(tmp_path, tokenizer, silent)
+    made.config.algo.distill.model_name_or_path = "teacher"
+    made.check_rewards()
+    made.config.algo.distill.model_name_or_path = ""
+    with pytest.raises(EpisodeError, match=r"its class has no get_reward, and no other reward is set: write get_rew"):
+        made.check_rewards()
+
+
+@pytest.mark.slow
 def test_a_row_without_a_column_that_is_needed_is_named(tmp_path: Path) -> None:
     made = environments(tmp_path, write_tokenizer(tmp_path, TEMPLATES["hermes"]), TOOL)
     made.check_rows([Prompt(0, "a", np.zeros(1, np.int32), None, {"number": 1})], "data.prompt_dataset")
