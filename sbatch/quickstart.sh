@@ -51,8 +51,8 @@ make_input() {
   fi
   recipe=$(cat "${sources[@]}" | sha256sum | cut -c1-64)
   mkdir -p "$root/runs"
-  exec 9>"$root/runs/quickstart_input.lock"
-  flock 9
+  exec 9>"$input.lock"
+  flock -n 9 || { stage "waits for another quickstart, which makes $input" && flock 9; }
   if [[ $(cat "$input/recipe" 2>/dev/null) != "$recipe" ]]; then
     if [[ $(cat "$input/data" 2>/dev/null) != "$recipe" ]]; then
       rm -rf "$input"
