@@ -83,7 +83,7 @@ def has_reward(config: Config) -> bool:
 
 
 def has_own_reward(config: Config) -> bool:
-    """Tell whether the run has a source of rewards beside an environment."""
+    """Tell whether the run has a source of rewards other than an environment."""
     return bool(config.reward.sources) or any(getattr(config.reward, name) for name in REWARD_SOURCES)
 
 
