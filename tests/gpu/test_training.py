@@ -32,7 +32,6 @@ from slurm_rlhf.trainer import deepspeed as zero
 from slurm_rlhf.trainer import distributed, frozen, trainers
 from slurm_rlhf.trainer._deepspeed import import_deepspeed
 from slurm_rlhf.trainer._torch import limit_collectives
-from slurm_rlhf.trainer.deepspeed import zero3_config
 from slurm_rlhf.trainer.distributed import World, undisturbed
 from slurm_rlhf.trainer.frozen import FrozenPolicy, RewardModel
 from slurm_rlhf.trainer.trainer import Schedule, TrainSettings, adamw
@@ -188,8 +187,8 @@ def test_a_rank_joins_nccl_on_the_gpu_of_its_local_rank(cuda: FakeCuda) -> None:
     distributed.seed_rank(1, 0, full_determinism=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
-    assert "pin_memory" in zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]
-    assert zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]["pin_memory"] is True
+    assert "pin_memory" in zero.zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]
+    assert zero.zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]["pin_memory"] is True
 
 
 @pytest.mark.parametrize("kind", [PolicyTrainer, ValueTrainer])
